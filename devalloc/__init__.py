@@ -1,0 +1,57 @@
+"""malloc and free inside Triton kernels.
+
+Importing this package needs no GPU, driver or CUDA library, and imports neither Triton nor the
+device code: those follow with the first use of `Heap`. Triton reads ``TRITON_INTERPRET`` when a
+kernel is decorated, so the variable may still be set between the two.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from devalloc import _locate_kernels
+from devalloc.errors import (
+    CorruptionError,
+    DevallocError,
+    DoubleFree,
+    InvalidArgument,
+    InvalidFree,
+    InvalidFreeError,
+    OutOfMemory,
+)
+
+if TYPE_CHECKING:
+    from devalloc.heap import Heap, Snapshot, Stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CorruptionError",
+    "DevallocError",
+    "DoubleFree",
+    "Heap",
+    "InvalidArgument",
+    "InvalidFree",
+    "InvalidFreeError",
+    "OutOfMemory",
+    "Snapshot",
+    "Stats",
+    "__version__",
+]
+
+_LAZY = {"Heap": "devalloc.heap", "Snapshot": "devalloc.heap", "Stats": "devalloc.heap"}
+
+_locate_kernels.register()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,381 @@
+"""`Heap`: memory that kernels allocate from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from devalloc import heap_state
+from devalloc.errors import (
+    DevallocError,
+    DoubleFree,
+    InvalidArgument,
+    InvalidFree,
+    OutOfMemory,
+)
+from devalloc.heap_state import Geometry, Snapshot, State, Stats
+from devalloc.kernels import layout, upkeep
+from devalloc.sizes import PAGE_BYTES, format_size, parse_size
+from devalloc.sources import CudaSource, HostSource, Segment, Source
+
+__all__ = ["Heap", "Snapshot", "Stats"]
+
+_INTERPRETED = isinstance(upkeep.malloc_kernel, InterpretedFunction)
+_MAX_PAGES = 1 << 23
+# Wide blocks in the interpreter, where a program costs the same whatever its width.
+_BLOCK = 1024 if _INTERPRETED else 128
+
+_KINDS: tuple[tuple[type[DevallocError], str], ...] = (
+    (DoubleFree, "double free"),
+    (InvalidFree, "invalid free"),
+    (OutOfMemory, "out of memory"),
+    (InvalidArgument, "invalid argument"),
+)
+
+
+class Heap:
+    """Device memory that kernels subdivide with ``malloc`` and ``free``.
+
+    Parameters
+    ----------
+    capacity : int or str
+        Bytes, or text such as ``"256MiB"``; rounded down to pages of 64 KiB. The state of the
+        heap lies apart, in about 1 % more.
+    device : torch.device, str or int, optional
+        A CUDA device; the CPU under Triton's interpreter. Default: the current CUDA device, or
+        the CPU when interpreting.
+    source : Source, optional
+        Where the memory comes from. Default: cudaMalloc, or host memory when interpreting.
+
+    Raises
+    ------
+    InvalidArgument
+        For a capacity under one page or over 512 GiB, or a device that cannot run the kernels.
+    OutOfMemory
+        If the source has not enough.
+
+    Notes
+    -----
+    Use it in a ``with`` block: at its end recorded errors are raised and the heap is closed.
+    Making a heap does not synchronise beyond what the source does. Methods that read the heap
+    (`check`, `stats`, `audit`, `snapshot`, `reset`) wait for the device first.
+    """
+
+    def __init__(
+        self,
+        capacity: int | str,
+        device: torch.device | str | int | None = None,
+        source: Source | None = None,
+    ) -> None:
+        pages = parse_size(capacity) // PAGE_BYTES
+        if pages < 1:
+            raise InvalidArgument(
+                f"a heap of {capacity!r} cannot hold one page of {format_size(PAGE_BYTES)}"
+            )
+        if pages > _MAX_PAGES:
+            raise InvalidArgument(
+                f"a heap holds at most {format_size(_MAX_PAGES * PAGE_BYTES)}, not {capacity!r}"
+            )
+        self.device = _resolve_device(device)
+        if source is None:
+            source = HostSource() if self.device.type == "cpu" else CudaSource(self.device)
+        self._geometry = Geometry.of(pages)
+        self._failures_before = 0
+        data = Segment(source, pages * PAGE_BYTES, alignment=PAGE_BYTES)
+        control = Segment(source, self._geometry.words * 8)
+        self._data: Segment | None = data
+        self._handle = control.view().view(torch.int64)
+        self.capacity = pages * PAGE_BYTES
+        self.base = data.address
+        heap_state.initialise(self._handle, self._geometry, self.base)
+
+    # Life -------------------------------------------------------------------------------------
+
+    @property
+    def handle(self) -> torch.Tensor:
+        """The argument for a kernel: an int64 tensor on the heap's device.
+
+        Raises InvalidArgument if the heap is closed, or if the current device, on which Triton
+        launches, is not the heap's.
+        """
+        self._require_open()
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            raise InvalidArgument(
+                f"the heap lives on {self.device}, but kernels are launched on the current device "
+                f"cuda:{torch.cuda.current_device()}; launch inside torch.cuda.device("
+                f"{self.device.index})"
+            )
+        return self._handle
+
+    @property
+    def closed(self) -> bool:
+        return self._data is None
+
+    def close(self) -> None:
+        """Give the memory back (once no tensor made by `tensor` or `handle` refers to it).
+
+        Waits for the device. Closing twice is harmless.
+        """
+        if self._data is not None:
+            self._synchronise()
+            self._data = None
+            self._handle = torch.empty(0, dtype=torch.int64)
+
+    def __enter__(self) -> Heap:
+        self._require_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None and not self.closed:
+                self.check()
+        finally:
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"on {self.device}"
+        return f"<devalloc.Heap {format_size(self.capacity)} {state}>"
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise InvalidArgument("the heap is closed")
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # Looking ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise the first error that kernels recorded, with the counts of all, and clear them.
+
+        Waits for the device.
+
+        Raises
+        ------
+        DoubleFree, InvalidFree, OutOfMemory, InvalidArgument
+        """
+        self._require_open()
+        self._synchronise()
+        end = layout.RECORDS.value + 4 * layout.MAX_RECORDS.value
+        table = self._handle[:end].tolist()
+        counts = table[layout.ERRORS.value : layout.ERRORS.value + len(_KINDS)]
+        if not any(counts):
+            return
+        message = ", ".join(
+            f"{count} x {name}" for count, (_, name) in zip(counts, _KINDS, strict=True) if count
+        )
+        kind, address, size, program = table[layout.RECORDS.value : layout.RECORDS.value + 4]
+        details = self._describe_record(kind, address, size, program)
+        self.clear_errors()
+        raise _KINDS[kind][0](f"{details}. Recorded by kernels since the last check: {message}")
+
+    def _describe_record(self, kind: int, address: int, size: int, program: int) -> str:
+        where = f"in program {program}"
+        offset = address - self.base
+        place = (
+            f"offset {offset:#x} of the heap"
+            if 0 <= offset < self.capacity
+            else "not an address of this heap"
+        )
+        error = _KINDS[kind][0]
+        if error is DoubleFree:
+            return (
+                f"double free of {address:#x} ({place}) {where}: nothing lives there; it was "
+                "freed before or never allocated"
+            )
+        if error is InvalidFree:
+            return (
+                f"invalid free of {address:#x} ({place}) {where}: it is not the start of an "
+                "allocation; free exactly what malloc returned"
+            )
+        if error is OutOfMemory:
+            text = f"malloc of {format_size(size)} failed {where}"
+            if size > self.capacity:
+                return f"{text}: the whole heap has {format_size(self.capacity)}"
+            return f"{text}; now {heap_state.describe(self.stats())}; make the heap larger"
+        return f"malloc of {size} bytes {where}: a size cannot be negative"
+
+    def clear_errors(self) -> None:
+        """Forget recorded errors. Waits for the device."""
+        self._require_open()
+        self._synchronise()
+        failures = layout.ERRORS.value + layout.E_OUT_OF_MEMORY.value
+        self._failures_before += int(self._handle[failures])
+        end = layout.RECORDS.value + 4 * layout.MAX_RECORDS.value
+        self._handle[layout.ERRORS.value : end].zero_()
+        self._synchronise()
+
+    def stats(self) -> Stats:
+        """How full the heap is, and what was done with it.
+
+        Waits for the device and gives cached empty pages back first, as a malloc that needs them
+        would.
+        """
+        self.trim()
+        return self._state().stats(self._failures_before)
+
+    def snapshot(self) -> Snapshot:
+        """All pages at this moment, to draw or compare. Waits for the device; trims first."""
+        self.trim()
+        return self._state().snapshot(str(self.device))
+
+    def audit(self) -> None:
+        """Check the invariants H1 to H4 of the whole heap. Waits for the device.
+
+        Raises
+        ------
+        CorruptionError
+            Naming the invariant that does not hold, and the first page where.
+        """
+        self._require_open()
+        self._state().audit()
+        self.trim()
+        self._state().audit()
+
+    def _state(self) -> State:
+        self._synchronise()
+        return State(self._handle, self._geometry)
+
+    # Using ------------------------------------------------------------------------------------
+
+    def malloc(self, sizes: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        """Allocate one block per element of ``sizes``, in one launch on the current stream.
+
+        Parameters
+        ----------
+        sizes : int64 tensor on the heap's device, any shape, or a sequence of ints
+            Bytes of each block.
+
+        Returns
+        -------
+        int64 tensor of the same shape
+            Addresses; 0 where there was no memory (recorded: see `check`). Not synchronised.
+        """
+        sizes = self._requests(sizes, "sizes")
+        addrs = torch.empty_like(sizes)
+        self._launch(upkeep.malloc_kernel, sizes, addrs)
+        return addrs
+
+    def free(self, addrs: torch.Tensor | Sequence[int]) -> None:
+        """Free blocks by address (zeros are ignored), in one launch on the current stream.
+
+        Wrong addresses change nothing and are recorded: see `check`. Not synchronised.
+        """
+        self._launch(upkeep.free_kernel, self._requests(addrs, "addrs"))
+
+    def usable_size(self, addrs: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        """Usable bytes of each block, 0 where none lives; one launch, not synchronised."""
+        addrs = self._requests(addrs, "addrs")
+        sizes = torch.empty_like(addrs)
+        self._launch(upkeep.usable_size_kernel, addrs, sizes)
+        return sizes
+
+    def tensor(
+        self, addr: int | torch.Tensor, shape: int | Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A tensor over one allocation, without a copy. Waits for the current stream.
+
+        The view does not own the allocation: free the address when done with the view. It does
+        keep the heap's memory from going away under it.
+
+        Raises
+        ------
+        InvalidArgument
+            If nothing lives at ``addr`` or it is too small.
+        """
+        dims = (shape,) if isinstance(shape, int) else tuple(shape)
+        nbytes = math.prod(dims) * dtype.itemsize
+        address = int(addr)
+        usable = int(self.usable_size([address])[0])
+        if usable == 0 or nbytes > usable:
+            raise InvalidArgument(
+                f"a {dtype} tensor of shape {dims} has {nbytes} bytes; "
+                + (f"the block at {address:#x} has {usable}" if usable else
+                   f"nothing is allocated at {address:#x}")
+            )  # fmt: skip
+        assert self._data is not None
+        view = self._data.view(address - self.base, nbytes)
+        return view.view(dtype).view(dims)
+
+    def reset(self) -> None:
+        """Free everything and forget errors and counts. Waits for the device.
+
+        Whoever still holds an address must not use or free it.
+        """
+        self._require_open()
+        self._synchronise()
+        heap_state.initialise(self._handle, self._geometry, self.base)
+        self._failures_before = 0
+        self._synchronise()
+
+    def trim(self) -> None:
+        """Give cached empty pages back to the page level; one launch, not synchronised.
+
+        Never needed for correctness: a malloc that finds no memory does the same by itself.
+        """
+        self._require_open()
+        stripes = layout.NUM_CLASSES.value * self._geometry.stripes
+        with _on(self.device):
+            upkeep.trim_kernel[((stripes + 63) // 64,)](self._handle, stripes, num_warps=1)
+
+    def _requests(self, values: torch.Tensor | Sequence[int], name: str) -> torch.Tensor:
+        self._require_open()
+        if not isinstance(values, torch.Tensor):
+            return torch.tensor(values, dtype=torch.int64).to(self.device)
+        if values.dtype != torch.int64 or values.device != self.device:
+            raise InvalidArgument(
+                f"{name} must be an int64 tensor on {self.device}, not {values.dtype} on "
+                f"{values.device}"
+            )
+        return values.contiguous()
+
+    def _launch(self, kernel: object, *tensors: torch.Tensor) -> None:
+        n = tensors[0].numel()
+        if n:
+            grid = ((n + _BLOCK - 1) // _BLOCK,)
+            with _on(self.device):
+                kernel[grid](self._handle, *tensors, n, BLOCK=_BLOCK, num_warps=1)  # type: ignore[index]
+
+
+def _on(device: torch.device) -> torch.cuda.device:
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+def _resolve_device(device: torch.device | str | int | None) -> torch.device:
+    if device is None:
+        device = "cpu" if _INTERPRETED else "cuda"
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise InvalidArgument(f"no such device: {device!r}") from error
+    if _INTERPRETED:
+        if wanted.type != "cpu":
+            raise InvalidArgument(
+                f"under Triton's interpreter a heap lives on the CPU, not on {wanted}; unset "
+                "TRITON_INTERPRET before importing devalloc's kernels to use the GPU"
+            )
+        return wanted
+    if wanted.type != "cuda":
+        raise InvalidArgument(
+            f"a heap for compiled kernels lives on a CUDA device, not on {wanted}; to run on the "
+            "CPU set TRITON_INTERPRET=1 before the first use of devalloc.Heap"
+        )
+    if not torch.cuda.is_available():
+        raise InvalidArgument(
+            "no CUDA device is available; to run on the CPU set TRITON_INTERPRET=1 before the "
+            "first use of devalloc.Heap"
+        )
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    if index >= torch.cuda.device_count():
+        raise InvalidArgument(f"no such device: {wanted}; there are {torch.cuda.device_count()}")
+    return torch.device("cuda", index)

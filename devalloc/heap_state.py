@@ -1,0 +1,387 @@
+"""Reading a heap from the host: its tables, what they say, and whether they agree.
+
+Works on copies of the control block's tables in NumPy; the slot bits, a hundredth of the heap,
+are counted where they are. Everything here expects the heap to be at rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from devalloc.errors import CorruptionError
+from devalloc.kernels import layout
+from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, PAGE_BYTES, format_size
+
+FREE, SLAB, RUN = 0, 1, 2
+
+_SIZES = np.array(CLASS_SIZES, dtype=np.int64)
+_SLOTS = np.array(CLASS_SLOTS, dtype=np.int64)
+_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class ClassStats:
+    """One size class: slot size in bytes; slots live now; pages cut; allocations so far."""
+
+    size: int
+    live: int
+    pages: int
+    allocations: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a heap holds. Bytes unless said otherwise.
+
+    ``used`` + ``free`` = ``capacity``. ``used`` counts slots and runs as they were given out
+    (rounded up), and the rest of a page that is no multiple of its slot size. ``free`` is free
+    pages and free slots; ``largest_free`` the largest request that would succeed now. ``peak`` is
+    the most that was ever in pages taken from the page level, partly used ones included.
+    ``allocations``, ``frees`` and ``failures`` count calls since the heap was made or reset.
+    """
+
+    capacity: int
+    used: int
+    free: int
+    largest_free: int
+    peak: int
+    allocations: int
+    frees: int
+    failures: int
+    per_class: tuple[ClassStats, ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The pages of a heap at one moment: everything needed to draw or compare it.
+
+    One entry per page: ``page_kind`` (0 free, 1 slab, 2 run), ``page_class`` (-1 if no slab),
+    ``page_live`` and ``page_slots`` (live and all slots of a slab page, else 0), ``run_pages``
+    (length of a run at its first page, else 0).
+    """
+
+    capacity: int
+    page_bytes: int
+    class_sizes: tuple[int, ...]
+    page_kind: np.ndarray
+    page_class: np.ndarray
+    page_live: np.ndarray
+    page_slots: np.ndarray
+    run_pages: np.ndarray
+    device: str
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where the tables of a control block of `pages` pages lie (in words), and how many stripes
+    and how long batches it has. Small heaps have few stripes, so that little is set aside."""
+
+    pages: int
+    stripes: int
+    max_batch: int
+
+    @staticmethod
+    def of(pages: int) -> Geometry:
+        stripes = min(64, max(1, 1 << (pages // 64).bit_length() >> 1))
+        max_batch = min(layout.MAX_BATCH.value, max(1, pages // (stripes * 8)))
+        return Geometry(pages, stripes, max_batch)
+
+    @property
+    def chunks(self) -> int:
+        return (self.pages + 63) // 64
+
+    @property
+    def row_words(self) -> int:
+        return (self.chunks + 63) // 64
+
+    @property
+    def hints(self) -> int:
+        return (
+            layout.STRIPES.value
+            + layout.NUM_CLASSES.value * self.stripes * layout.STRIPE_STRIDE.value
+        )
+
+    @property
+    def rows(self) -> int:
+        return layout.ORDERS.value + layout.NUM_CLASSES.value
+
+    @property
+    def page_bits(self) -> int:
+        return self.hints + self.rows * self.row_words
+
+    @property
+    def page_words(self) -> int:
+        return self.page_bits + self.chunks
+
+    @property
+    def slot_bits(self) -> int:
+        return self.page_words + self.chunks * 64
+
+    @property
+    def words(self) -> int:
+        return self.slot_bits + self.pages * layout.SLOT_WORDS.value
+
+    def header(self, base: int) -> list[int]:
+        """The immutable words, in the order of ``kernels/layout.py``."""
+        return [
+            layout.MAGIC,
+            base,
+            self.pages,
+            self.stripes,
+            self.row_words,
+            self.max_batch,
+            self.hints,
+            self.page_bits,
+            self.page_words,
+            self.slot_bits,
+            self.words,
+        ]
+
+
+def initialise(control: torch.Tensor, geometry: Geometry, base: int) -> None:
+    """Write the control block of an empty heap, on the current stream, without synchronising."""
+    control.zero_()
+    header = torch.tensor(geometry.header(base), dtype=torch.int64)
+    control[: len(header)].copy_(header)
+    bits = control[geometry.page_bits : geometry.page_bits + geometry.chunks]
+    bits.fill_(-1)
+    rest = geometry.pages % 64
+    if rest:
+        bits[-1] = (1 << rest) - 1
+    hints = control[geometry.hints :]
+    for order in range(layout.ORDERS.value):
+        # All chunks have a run of 2**order pages, but perhaps for the last.
+        chunks = geometry.chunks - int(0 < rest < 1 << order)
+        row = hints[order * geometry.row_words :]
+        row[: chunks // 64].fill_(-1)
+        if chunks % 64:
+            row[chunks // 64] = (1 << chunks % 64) - 1
+
+
+class State:
+    """The tables of one heap, decoded."""
+
+    def __init__(self, control: torch.Tensor, geometry: Geometry) -> None:
+        table = control[: geometry.slot_bits].cpu().numpy()
+        self.control = control
+        self.geometry = geometry
+        self.table = table
+        g = geometry
+        self.page_bits = table[g.page_bits : g.page_words].view(np.uint64)
+        self.hints = table[g.hints : g.page_bits].view(np.uint64).reshape(g.rows, g.row_words)
+        words = table[g.page_words : g.page_words + g.pages]
+        self.count = words & layout.COUNT_MASK.value
+        self.cls = (words >> layout.CLASS_SHIFT.value) & 63
+        self.attached = (words & layout.ATTACHED.value) != 0
+        self.published = (words & layout.PUBLISHED.value) != 0
+        self.kind = (words >> layout.KIND_SHIFT.value) & 3
+        self.pins = words >> layout.PIN_SHIFT.value
+        self.page_free = np.unpackbits(self.page_bits.view(np.uint8), bitorder="little")[
+            : g.pages
+        ].astype(bool)
+        self._read_stripes()
+        slab = self.kind == SLAB
+        self.slots = np.where(slab, _SLOTS[np.minimum(self.cls, len(_SLOTS) - 1)], 0)
+        self.free_slots = np.where(slab, self.count + self.unissued, 0)
+        self.live = self.slots - self.free_slots
+        self.run_pages = np.where(self.kind == RUN, self.count, 0)
+
+    def _read_stripes(self) -> None:
+        g = self.geometry
+        classes = layout.NUM_CLASSES.value
+        words = self.table[layout.STRIPES.value : g.hints]
+        words = words.reshape(classes, g.stripes, layout.STRIPE_STRIDE.value)[:, :, 0]
+        credits = words << 32 >> 32
+        high = (words - credits) >> 32
+        self.credits = np.maximum(credits, 0)
+        self.batch_page = high & ((1 << 23) - 1)
+        self.batch_length = (high >> 23) & 127
+        self.unissued = np.zeros(g.pages, dtype=np.int64)
+        self.in_batches = np.zeros(g.pages, dtype=np.int64)
+        for cls, stripe in np.argwhere(self.batch_length > 0):
+            page, length = self.batch_page[cls, stripe], self.batch_length[cls, stripe]
+            behind = (length - 1 - np.arange(length)) * _SLOTS[cls]
+            left = np.clip(self.credits[cls, stripe] - behind, 0, _SLOTS[cls])
+            self.unissued[page : page + length] += left
+            self.in_batches[page : page + length] += 1
+
+    def _word(self, at: int) -> int:
+        return int(self.table[at])
+
+    def in_hand(self) -> int:
+        """How many programs are in the middle of something; 0 at rest."""
+        step = layout.TRANSIT_STRIDE.value
+        end = layout.TRANSIT.value + layout.TRANSIT_STRIPES.value * step
+        return int((self.table[layout.TRANSIT.value : end : step] >> 44).sum())
+
+    def largest_free(self) -> int:
+        """Bytes of the largest request that would succeed now."""
+        words = self.page_bits.copy()
+        length = np.zeros(len(words), dtype=np.int64)
+        while words.any():
+            length += words != 0
+            words &= words >> np.uint64(1)
+        longest = int(length.max(initial=0))
+        full = np.concatenate([[False], self.page_bits == _ALL, [False]])
+        edges = np.flatnonzero(full[1:] != full[:-1])
+        for start, end in edges.reshape(-1, 2):
+            tail = 0
+            if end < len(self.page_bits):
+                inverted = ~int(self.page_bits[end])
+                tail = (inverted & -inverted).bit_length() - 1
+            longest = max(longest, int(end - start) * 64 + tail)
+        if longest:
+            return longest * PAGE_BYTES
+        return int(_SIZES[self.cls[self.free_slots > 0]].max(initial=0))
+
+    def stats(self, failures_before: int) -> Stats:
+        g = self.geometry
+        classes = layout.NUM_CLASSES.value
+        start = layout.GRANTED.value
+        issued = self.table[start : start + classes] - self.credits.sum(axis=1)
+        slab = self.kind == SLAB
+        live = np.bincount(self.cls[slab], self.live[slab], classes).astype(np.int64)
+        pages = np.bincount(self.cls[slab], minlength=classes)
+        runs = self._word(layout.RUNS.value)
+        capacity = g.pages * PAGE_BYTES
+        slot_bytes = _SIZES[np.minimum(self.cls, classes - 1)] * self.free_slots
+        free = int(self.page_free.sum()) * PAGE_BYTES + int(slot_bytes.sum())
+        allocations = int(issued.sum()) + runs
+        live_now = int(live.sum()) + int((self.kind == RUN).sum())
+        failures = self._word(layout.ERRORS.value + layout.E_OUT_OF_MEMORY.value)
+        return Stats(
+            capacity=capacity,
+            used=capacity - free,
+            free=free,
+            largest_free=self.largest_free(),
+            peak=self._word(layout.PEAK.value) * PAGE_BYTES,
+            allocations=allocations,
+            frees=allocations - live_now,
+            failures=failures + failures_before,
+            per_class=tuple(
+                ClassStats(*map(int, row))
+                for row in zip(CLASS_SIZES, live, pages, issued, strict=True)
+            ),
+        )
+
+    def snapshot(self, device: str) -> Snapshot:
+        kind = self.kind.astype(np.uint8)
+        for page in np.flatnonzero(self.kind == RUN):
+            kind[page : page + self.run_pages[page]] = RUN
+        return Snapshot(
+            capacity=self.geometry.pages * PAGE_BYTES,
+            page_bytes=PAGE_BYTES,
+            class_sizes=CLASS_SIZES,
+            page_kind=kind,
+            page_class=np.where(self.kind == SLAB, self.cls, -1).astype(np.int16),
+            page_live=self.live.astype(np.int32),
+            page_slots=self.slots.astype(np.int32),
+            run_pages=self.run_pages.astype(np.int32),
+            device=device,
+        )
+
+    # The audit -------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Check H1 to H4; raise CorruptionError naming the invariant and a page."""
+        if self.in_hand() or self.pins.any():
+            raise CorruptionError(
+                f"H2: {self.in_hand()} programs hold memory in hand and {int(self.pins.sum())} "
+                "frees are at work: the heap is not at rest. Wait for the kernels that use it; "
+                "if none runs, one was killed inside malloc or free"
+            )
+        self._audit_pages()
+        self._audit_slots()
+        self._audit_hints()
+
+    def _fail_at(self, wrong: np.ndarray, message: str) -> None:
+        if wrong.any():
+            page = int(np.flatnonzero(wrong)[0])
+            word = int(self.table[self.geometry.page_words + page])
+            raise CorruptionError(
+                f"{message}: {int(wrong.sum())} pages, the first is page {page} (word {word:#x})"
+            )
+
+    def _audit_pages(self) -> None:
+        """H1, H2: free pages, slabs and runs tile the heap."""
+        covered = np.zeros(self.geometry.pages + 1, dtype=np.int64)
+        heads = np.flatnonzero(self.kind == RUN)
+        ends = heads + self.run_pages[heads]
+        if (ends > self.geometry.pages).any() or (self.run_pages[heads] < 1).any():
+            raise CorruptionError("H1: a run reaches beyond the heap")
+        np.add.at(covered, heads, 1)
+        np.add.at(covered, ends, -1)
+        owners = np.cumsum(covered[:-1]) + (self.kind == SLAB) + self.page_free
+        self._fail_at(owners > 1, "H1: pages with more than one owner")
+        self._fail_at(owners < 1, "H2: pages that nobody owns and that are not free")
+        self._fail_at((self.kind > RUN), "H4: page words of no kind")
+        used = self._word(layout.USED.value)
+        if used != int((~self.page_free).sum()):
+            raise CorruptionError(
+                f"H2: {used} pages are counted as used, {int((~self.page_free).sum())} are"
+            )
+        beyond = np.unpackbits(self.page_bits.view(np.uint8), bitorder="little")
+        if beyond[self.geometry.pages :].any():
+            raise CorruptionError("H2: a page beyond the heap's end is marked free")
+
+    def _audit_slots(self) -> None:
+        """H4: slot bits, counts, credits and page states agree."""
+        slab = self.kind == SLAB
+        self._fail_at(slab & (self.cls >= len(_SLOTS)), "H4: slabs of no class")
+        self._fail_at(self.in_batches != self.attached, "H4: attached pages and batches disagree")
+        bits = slot_counts(self.control, self.geometry)
+        self._fail_at(~slab & (bits != 0), "H4: live slots in pages that are no slabs")
+        self._fail_at(slab & (bits != self.live), "H4: slot bits and the account disagree")
+        self._fail_at(slab & (self.live < 0), "H4: more free slots than slots")
+        idle = slab & ~self.attached & (self.count == self.slots)
+        self._fail_at(idle, "H3: empty slabs that were not retired")
+
+    def _audit_hints(self) -> None:
+        """H3: what is free can be found."""
+        g = self.geometry
+        bits = np.unpackbits(self.hints.view(np.uint8).reshape(g.rows, -1), 1, bitorder="little")
+        run = self.page_bits.copy()
+        for order in range(layout.ORDERS.value):
+            missing = (run != 0) & (bits[order, : g.chunks] == 0)
+            if missing.any():
+                raise CorruptionError(
+                    f"H3: chunk {int(np.flatnonzero(missing)[0])} has {1 << order} adjacent free "
+                    "pages that no search would find"
+                )
+            run &= run >> np.uint64(1 << order) if order < 6 else run
+        findable = (self.kind == SLAB) & ~self.attached & (self.count > 0)
+        self._fail_at(findable & ~self.published, "H3: slabs with free slots, not published")
+        pages = np.flatnonzero(findable)
+        hinted = bits[layout.ORDERS.value + self.cls[pages], pages // 64]
+        if not hinted.all():
+            page = int(pages[np.flatnonzero(hinted == 0)[0]])
+            raise CorruptionError(f"H3: slab page {page} has free slots that no search would find")
+
+
+def slot_counts(control: torch.Tensor, geometry: Geometry) -> np.ndarray:
+    """Set slot bits of every page, counted on the heap's device."""
+    counts = np.zeros(geometry.pages, dtype=np.int64)
+    words = layout.SLOT_WORDS.value
+    step = 1 << 14  # 8 MiB of bits at a time
+    for first in range(0, geometry.pages, step):
+        last = min(first + step, geometry.pages)
+        bits = control[geometry.slot_bits + first * words : geometry.slot_bits + last * words]
+        table = _byte_counts(control.device)
+        per_byte = table[bits.view(torch.uint8).to(torch.int64)]
+        counts[first:last] = per_byte.view(last - first, -1).sum(1).cpu().numpy()
+    return counts
+
+
+def _byte_counts(device: torch.device) -> torch.Tensor:
+    return torch.tensor([value.bit_count() for value in range(256)], device=device)
+
+
+def describe(stats: Stats) -> str:
+    """One line for messages: how full, how fragmented."""
+    return (
+        f"{format_size(stats.free)} of {format_size(stats.capacity)} are free, the largest "
+        f"request that would succeed now is {format_size(stats.largest_free)}"
+    )

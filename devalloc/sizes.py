@@ -1,0 +1,91 @@
+"""Sizes: parsing and printing them, and the table of size classes.
+
+The table is made here by the rule; the device computes the same numbers by arithmetic
+(``kernels/layout.py``), and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import re
+
+from devalloc.errors import InvalidArgument
+
+PAGE_BYTES = 1 << 16
+MAX_SLOT = 1 << 15
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of a size such as ``4096``, ``"64MiB"``, ``"1.5GiB"`` or ``"2 GB"``.
+
+    Parameters
+    ----------
+    size : int or str
+        Bytes, or a number with a unit: B, KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB, TB
+        (powers of 1000); case does not matter.
+
+    Returns
+    -------
+    int
+        The size in bytes, at least 0.
+
+    Raises
+    ------
+    InvalidArgument
+        For negative sizes, unknown units, fractions of a byte, and other types.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise InvalidArgument(f"a size is an int or a string such as '64MiB', not {size!r}")
+    if isinstance(size, int):
+        if size < 0:
+            raise InvalidArgument(f"a size cannot be negative: {size} B")
+        return size
+    match = _SIZE.fullmatch(size)
+    unit = match and _UNITS.get(match[2].upper())
+    if not match or not unit:
+        raise InvalidArgument(
+            f"cannot read the size {size!r}: give bytes, or a number with one of B, KiB, MiB, "
+            "GiB, TiB, KB, MB, GB, TB, such as '64MiB'"
+        )
+    whole, _, fraction = match[1].partition(".")
+    scale = 10 ** len(fraction)
+    nbytes, rest = divmod(int(whole + fraction) * unit, scale)
+    if rest:
+        raise InvalidArgument(f"{size!r} is not a whole number of bytes")
+    return nbytes
+
+
+def format_size(nbytes: int) -> str:
+    """`nbytes` for people: ``"1.5 GiB"``, ``"640 B"``."""
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(nbytes) >= scale:
+            return f"{nbytes / scale:.4g} {unit}"
+    return f"{nbytes} B"
+
+
+def _class_sizes() -> tuple[int, ...]:
+    small = [16 * k for k in range(1, 9)]
+    middle = [2**e * step // 4 for e in range(7, 13) for step in (5, 6, 7, 8)]
+    large = [PAGE_BYTES // pieces // 16 * 16 for pieces in range(7, 1, -1)]
+    return tuple(small + middle + large)
+
+
+CLASS_SIZES = _class_sizes()
+"""Slot size of every class in bytes: 16-byte steps to 128 B, four steps per doubling to 8 KiB,
+then a page cut in 7, 6, 5, 4, 3 and 2."""
+
+CLASS_SLOTS = tuple(PAGE_BYTES // size for size in CLASS_SIZES)
+"""Slots per page of every class."""

@@ -1,0 +1,83 @@
+"""Arithmetic on 64-bit words of bits, the same on every target and in the interpreter.
+
+Owns no state. Words are int64 (Triton's atomics want signed operands), so bit 63 is the sign and
+every right shift that must not copy it goes through :func:`lsr`. All functions take scalars or
+blocks alike.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def lsr(x, s):
+    """Logical right shift of int64 ``x`` by ``s`` in [0, 63] (int or int64)."""
+    return (x.to(tl.uint64, bitcast=True) >> s).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def popcount(x):
+    """Number of set bits of int64 ``x``, as int32 (LLVM recognises the idiom)."""
+    x = x - (lsr(x, 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + (lsr(x, 2) & 0x3333333333333333)
+    x = (x + lsr(x, 4)) & 0x0F0F0F0F0F0F0F0F
+    return lsr(x * 0x0101010101010101, 56).to(tl.int32)
+
+
+@triton.jit
+def lowest_bit(x):
+    """Index of the lowest set bit of ``x`` (int32); 64 if ``x`` is 0."""
+    return popcount((x & -x) - 1)
+
+
+@triton.jit
+def low_mask(n):
+    """Word with the ``n`` lowest bits set, ``n`` an int64 tensor in [0, 64]."""
+    return tl.where(n >= 64, n * 0 - 1, ((n * 0 + 1) << (n & 63)) - 1)
+
+
+@triton.jit
+def select_half(x, pos, r, WIDTH: tl.constexpr):
+    """One step of :func:`select_bit`: skip ``WIDTH`` bits if the bit wanted is not among them."""
+    below = popcount(lsr(x, pos.to(tl.int64)) & ((1 << WIDTH) - 1))
+    skip = r >= below
+    return tl.where(skip, pos + WIDTH, pos), tl.where(skip, r - below, r)
+
+
+@triton.jit
+def select_bit(x, r):
+    """Index (int32) of the ``r``-th set bit of ``x``, counted from 0; needs r < popcount(x)."""
+    pos = r * 0
+    for step in tl.static_range(6):
+        pos, r = select_half(x, pos, r, 32 >> step)
+    return pos
+
+
+@triton.jit
+def run_starts(x, n):
+    """Bits of ``x`` at which ``n`` adjacent set bits begin; ``n`` a scalar in [1, 64].
+
+    Doubling: after each step ``x`` marks the starts of runs of ``have`` bits.
+    """
+    have = n * 0 + 1
+    while have < n:
+        step = tl.minimum(have, n - have).to(tl.int64)
+        x = x & lsr(x, step)
+        have += step.to(have.dtype)
+    return x
+
+
+@triton.jit
+def floor_log2(n):
+    """Position of the highest set bit of ``n`` in [1, 2**24), from the exponent of its float."""
+    return (n.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def mix(x):
+    """A 32-bit integer scrambled into [0, 2**31): a hash for choosing where to look first."""
+    x = x.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    x = x ^ (x >> 16)
+    return (x >> 1).to(tl.int32)

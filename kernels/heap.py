@@ -1,0 +1,537 @@
+"""What a kernel calls: malloc, free, usable_size, zeros, realloc.
+
+Everything is written for a 1-D block of requests, one per lane; a scalar request is a block of one
+lane. The lanes of a program that want the same thing as its first active lane are served by one
+atomic; the others go lane by lane, in the same instruction.
+
+A malloc of one lane or of a uniform block is two dependent round trips to memory: the ticket and
+the claim. A free is three: pin, clear, count. Everything else is behind a branch, in functions
+that are not inlined.
+
+Owns the slot bits: bit s of a slab page is set while slot s is live.
+"""
+
+import triton
+import triton.language as tl
+
+from .atomics import atomic_cas, atomic_load
+from .bits import low_mask, lsr, mix, popcount, select_bit
+from .layout import (
+    E_DOUBLE_FREE,
+    E_INVALID_ARGUMENT,
+    E_INVALID_FREE,
+    E_OUT_OF_MEMORY,
+    G_BASE,
+    G_PAGES,
+    G_STRIPES,
+    KIND_FREE,
+    KIND_RUN,
+    KIND_SHIFT,
+    MAX_SLOT,
+    PAGE_BYTES,
+    PAGE_LOG2,
+    PIN,
+    PIN_SHIFT,
+    RUNS,
+    SLOT_WORDS,
+    class_bytes,
+    class_slots,
+    load_geometry,
+    page_bits_ptr,
+    page_class,
+    page_count,
+    page_kind,
+    page_word_ptr,
+    program_index,
+    size_class,
+    slot_bits_ptr,
+    stripe_credits,
+    stripe_place,
+    stripe_ptr,
+)
+from .pages import release_run
+from .record import record_error
+from .slabs import is_hidden, is_idle, is_slab, more_tickets, settle, take_run
+
+
+# Lanes ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def count_lanes(flags):
+    return tl.sum(flags.to(tl.int32), axis=0)
+
+
+@triton.jit
+def first_lane(flags):
+    """Lane of the first true flag; the width of the block if there is none."""
+    lane = tl.arange(0, flags.shape[0])
+    return tl.min(tl.where(flags, lane, flags.shape[0]), axis=0)
+
+
+@triton.jit
+def pick(values, lane):
+    """The scalar in ``lane`` of a block."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == lane, values, 0), axis=0)
+
+
+@triton.jit
+def group_of(key, active):
+    """The lanes that share the key of the first active lane.
+
+    Returns ``(leader, grouped, acts, count, rank)``: the leader's lane; which lanes it acts for;
+    which lanes act at all (the leader, and every active lane outside the group for itself); for
+    each acting lane how many it acts for; each lane's rank among those it shares an act with.
+    """
+    lane = tl.arange(0, key.shape[0])
+    leader = first_lane(active)
+    grouped = active & (key == pick(key, leader))
+    ones = grouped.to(tl.int32)
+    acts = active & ((lane == leader) | (grouped == 0))
+    count = tl.where(lane == leader, tl.sum(ones, axis=0), 1)
+    rank = tl.where(grouped, tl.cumsum(ones, axis=0) - 1, 0)
+    return leader, grouped, acts, count, rank
+
+
+@triton.jit
+def report_lanes(heap, kind: tl.constexpr, flags, addr, size):
+    """Count the flagged lanes as errors of ``kind`` and record the first of them."""
+    bad = count_lanes(flags)
+    if bad > 0:
+        at = first_lane(flags)
+        record_error(heap, bad * 0 + kind, pick(addr, at), pick(size, at), bad)
+
+
+# malloc ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def take_tickets(heap, cls, active):
+    """A stripe word and a rank for every active lane: it owns a slot if rank < credits."""
+    stripe = program_index() & (load_geometry(heap, G_STRIPES).to(tl.int32) - 1)
+    leader, grouped, acts, count, rank = group_of(cls, active)
+    ptr = stripe_ptr(heap, cls, stripe)
+    old = tl.atomic_add(ptr, -count.to(tl.int64), mask=acts, sem="acquire")
+    word = tl.where(grouped, pick(old, leader), old)
+    return word, rank
+
+
+@triton.jit
+def all_tickets(heap, cls, active):
+    """Like :func:`take_tickets`, but dry stripes are refilled. Also returns the lanes for which
+    the heap has nothing left."""
+    word, rank = take_tickets(heap, cls, active)
+    pending = active & (rank >= stripe_credits(word))
+    crossed = pending & (stripe_credits(word) >= 0)
+    failed = active & (active == 0)
+    left = count_lanes(pending)
+    while left > 0:
+        at = first_lane(pending)
+        wanted = pick(cls, at)
+        same = pending & (cls == wanted)
+        place = tl.cumsum(same.to(tl.int32), axis=0) - 1
+        duty = count_lanes(same & crossed)
+        more = more_tickets(heap, wanted, count_lanes(same), duty)
+        credits = stripe_credits(more)
+        got = same & (place < credits)
+        word = tl.where(got, more, word)
+        rank = tl.where(got, place, rank)
+        failed = failed | (same & (credits <= 0))
+        # What one refill did not cover is ours to refill again.
+        crossed = crossed | same
+        pending = pending & (got == 0) & (failed == 0)
+        left = count_lanes(pending)
+    return word, rank, failed
+
+
+@triton.jit
+def claim_slots(heap, word, rank, cls, active):
+    """Turn tickets into slots: ``(page, slot)`` per lane, their bits set.
+
+    A ticket into a fresh batch names its slot; any other only promises one in its page. Either
+    way the bit is claimed by an `or` that says whether it was clear. If it was not, the word that
+    came back shows which bits are, and the next try takes one of those. Tickets are accounted,
+    so a clear bit is always there.
+    """
+    first, batch, fresh = stripe_place(word)
+    slots = class_slots(cls)
+    ticket = batch * slots - stripe_credits(word).to(tl.int32) + rank
+    # Inactive lanes must index nothing wild.
+    ticket = tl.where(active, ticket, 0)
+    hashed = mix(ticket) % slots
+    page = tl.where(active, first, 0) + tl.where(fresh != 0, ticket // slots, 0)
+    slot = tl.where(fresh != 0, ticket % slots, hashed)
+    words = (slots + 63) >> 6
+    bits_ptr = slot_bits_ptr(heap, page)
+    todo = active
+    left = count_lanes(todo)
+    while left > 0:
+        at = slot >> 6
+        bit = tl.full(slot.shape, 1, tl.int64) << (slot & 63).to(tl.int64)
+        # Acquire: what the slot's last owner wrote is ordered before what we will write.
+        old = tl.atomic_or(bits_ptr + at, bit, mask=todo, sem="acquire")
+        todo = todo & ((old & bit) != 0)
+        left = count_lanes(todo)
+        if left > 0:
+            valid = low_mask(tl.minimum(slots - at * 64, 64).to(tl.int64))
+            clear = (old ^ -1) & valid
+            choices = popcount(clear)
+            here = at * 64 + select_bit(clear, mix(slot + rank) % tl.maximum(choices, 1))
+            next_word = tl.where(at + 1 < words, at + 1, 0) * 64
+            retry = tl.where(choices > 0, here, next_word)
+            slot = tl.where(todo, retry, slot)
+    return page, slot
+
+
+@triton.jit
+def malloc_lanes(heap, nbytes, active):
+    """:func:`malloc` for a block of int64 sizes; inactive lanes give 0."""
+    base = load_geometry(heap, G_BASE)
+    asks = active & (nbytes > 0)
+    small = asks & (nbytes <= MAX_SLOT)
+    cls = size_class(tl.where(small, nbytes, 1))
+    word, rank, failed = all_tickets(heap, cls, small)
+    placed = small & (failed == 0)
+    page, slot = claim_slots(heap, word, rank, cls, placed)
+    offset = (page.to(tl.int64) << PAGE_LOG2) + (slot * class_bytes(cls)).to(tl.int64)
+    addr = tl.where(placed, base + offset, 0)
+
+    large = asks & (nbytes > MAX_SLOT)
+    left = count_lanes(large)
+    while left > 0:
+        at = first_lane(large)
+        length = ((pick(nbytes, at) - 1) >> PAGE_LOG2) + 1
+        run = malloc_run(heap, length)
+        here = tl.arange(0, large.shape[0]) == at
+        addr = tl.where(here, run, addr)
+        large = large & (here == 0)
+        left = count_lanes(large)
+
+    unhappy = active & ((nbytes < 0) | (asks & (addr == 0)))
+    if count_lanes(unhappy) > 0:
+        report_lanes(heap, E_INVALID_ARGUMENT, active & (nbytes < 0), addr, nbytes)
+        report_lanes(heap, E_OUT_OF_MEMORY, asks & (addr == 0), addr, nbytes)
+    # The acquires above were made by single threads; all threads of the program may now write.
+    tl.debug_barrier()
+    return addr
+
+
+@triton.jit(noinline=True)
+def malloc_run(heap, length):
+    """Allocate ``length`` pages (int64 scalar): the address, or 0."""
+    addr = length * 0
+    if length <= load_geometry(heap, G_PAGES):
+        page = take_run(heap, length.to(tl.int32))
+        if page >= 0:
+            tl.atomic_add(heap + RUNS, length * 0 + 1, sem="relaxed")
+            # Added, not stored: a free of a wrong address may have pinned the page.
+            tl.atomic_add(page_word_ptr(heap, page), length + (KIND_RUN << KIND_SHIFT))
+            addr = load_geometry(heap, G_BASE) + (page.to(tl.int64) << PAGE_LOG2)
+    return addr
+
+
+# free -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def locate(heap, addr, active):
+    """``(inside, page, within)``: is it an aligned address of the heap, its page, offset in it."""
+    offset = addr - load_geometry(heap, G_BASE)
+    size = load_geometry(heap, G_PAGES) << PAGE_LOG2
+    inside = active & (offset >= 0) & (offset < size) & ((offset & 15) == 0)
+    offset = tl.where(inside, offset, 0)
+    return inside, (offset >> PAGE_LOG2).to(tl.int32), (offset & (PAGE_BYTES - 1)).to(tl.int32)
+
+
+@triton.jit
+def slot_of(state, within):
+    """``(slot, exact)``: which slot of a slab page an offset lies in, and whether it begins one."""
+    cls = page_class(state)
+    size = class_bytes(cls)
+    slot = within // size
+    return slot, (slot * size == within) & (slot < class_slots(cls))
+
+
+@triton.jit
+def free_lanes(heap, addr, active):
+    """:func:`free` for a block of int64 addresses."""
+    active = active & (addr != 0)
+    inside, page, within = locate(heap, addr, active)
+    ptr = page_word_ptr(heap, page)
+    leader, grouped, acts, count, _rank = group_of(page, inside)
+
+    # Pin: from here to the unpin below no slab among these pages is retired.
+    pin = tl.full(addr.shape, PIN, tl.int64)
+    old = tl.atomic_add(ptr, pin, mask=acts, sem="acquire")
+    state = tl.where(grouped, pick(old, leader), old)
+    state = tl.where(inside, state, 0)
+    slab = is_slab(state)
+    slot, exact = slot_of(state, within)
+    tracked = slab & exact
+
+    # Clear the live bits. The barrier puts the uses of all threads before the release.
+    tl.debug_barrier()
+    bit = tl.full(addr.shape, 1, tl.int64) << (slot & 63).to(tl.int64)
+    live = tl.atomic_and(
+        slot_bits_ptr(heap, page) + (slot >> 6), bit ^ -1, mask=tracked, sem="release"
+    )
+    freed = tracked & ((live & bit) != 0)
+
+    # Count what was freed and unpin, in one addition per page.
+    ones = freed.to(tl.int32)
+    lane = tl.arange(0, addr.shape[0])
+    total = tl.where(lane == leader, tl.sum(tl.where(grouped, ones, 0), axis=0), ones)
+    change = total.to(tl.int64) - PIN
+    now = tl.atomic_add(ptr, change, mask=acts, sem="acq_rel") + change
+    now = tl.where(acts, now, 0)
+    asks = is_idle(now) | is_hidden(now)
+
+    run = inside & (page_kind(state) == KIND_RUN) & (within == 0)
+    unusual = active & ((freed == 0) | asks)
+    if count_lanes(unusual | asks) > 0:
+        finish_frees(heap, page, asks)
+        freed = freed | free_runs(heap, page, run)
+        wrong = active & (freed == 0)
+        if count_lanes(wrong) > 0:
+            # Nothing lives at a well-formed address: freed before, or never handed out.
+            chunk_bits = atomic_load(page_bits_ptr(heap, page >> 6), inside)
+            page_free = (lsr(chunk_bits, (page & 63).to(tl.int64)) & 1) != 0
+            dead = tracked | run | ((page_kind(state) == KIND_FREE) & page_free)
+            double = wrong & inside & dead
+            report_lanes(heap, E_DOUBLE_FREE, double, addr, addr * 0)
+            report_lanes(heap, E_INVALID_FREE, wrong & (double == 0), addr, addr * 0)
+
+
+@triton.jit
+def finish_frees(heap, page, asks):
+    """Settle the pages of the flagged lanes, chunk by chunk."""
+    left = count_lanes(asks)
+    while left > 0:
+        chunk = pick(page, first_lane(asks)) >> 6
+        same = asks & ((page >> 6) == chunk)
+        # Only one lane of a program changed a page last, but two may ask for the same page.
+        lane = tl.arange(0, 64)
+        bits = tl.full((), 0, tl.int64)
+        turn = same
+        more = count_lanes(turn)
+        while more > 0:
+            at = pick(page, first_lane(turn))
+            bits = bits | (tl.full((), 1, tl.int64) << (at & 63).to(tl.int64))
+            turn = turn & (page != at)
+            more = count_lanes(turn)
+        settle(heap, chunk, bits)
+        asks = asks & (same == 0)
+        left = count_lanes(asks)
+
+
+@triton.jit
+def free_runs(heap, page, flags):
+    """Free the runs that begin at the pages of the flagged lanes; says which lanes succeeded."""
+    freed = flags & (flags == 0)
+    left = count_lanes(flags)
+    while left > 0:
+        at = first_lane(flags)
+        here = tl.arange(0, flags.shape[0]) == at
+        done = free_run(heap, pick(page, at))
+        freed = freed | (here & (done != 0))
+        flags = flags & (here == 0)
+        left = count_lanes(flags)
+    return freed
+
+
+@triton.jit(noinline=True)
+def free_run(heap, page):
+    """Free the run that begins at ``page`` (int32 scalar): 1, or 0 if none does (any more).
+
+    The compare-and-swap from RUN to FREE decides between two frees of the same run; pins of
+    wrong frees that are at work on the page stay in the word.
+    """
+    ptr = page_word_ptr(heap, page)
+    word = atomic_load(ptr)
+    done = page * 0
+    while (done == 0) & (page_kind(word) == KIND_RUN):
+        old = atomic_cas(ptr, word, word >> PIN_SHIFT << PIN_SHIFT)
+        if old == word:
+            release_run(heap, page, page_count(word))
+            done += 1
+        word = old
+    return done
+
+
+# The contract ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def as_lanes(x):
+    """A scalar (or Python number) as a block of one lane; a block as it is; int64."""
+    return x + tl.zeros((1,), tl.int64)
+
+
+@triton.jit
+def malloc(heap, nbytes, mask=None):
+    """Allocate device memory from a heap, inside a kernel.
+
+    Parameters
+    ----------
+    heap : pointer to int64
+        ``Heap.handle``, passed to the kernel as an argument.
+    nbytes : int or int64 scalar, or 1-D block
+        Bytes wanted: one allocation for the program, or one per lane.
+    mask : bool of the same shape, optional
+        Lanes that take part. Others give 0.
+
+    Returns
+    -------
+    int64 address(es), 0 where there is no memory. At least 16-byte aligned; a power of two up to
+    the page (64 KiB) is aligned to itself, larger requests to the page. 0 bytes gives 0 and is
+    no failure. A negative size gives 0 and is recorded as InvalidArgument; exhaustion gives 0
+    and is recorded as OutOfMemory.
+
+    Notes
+    -----
+    May be called by any program of any kernel on any stream of the heap's device. Two atomics in
+    a row for one request or for a block of equal requests. All programs of a heap may fail and
+    retry independently; null is returned only if no memory of that shape is free.
+    """
+    lanes = as_lanes(nbytes)
+    if mask is None:
+        addr = malloc_lanes(heap, lanes, lanes == lanes)
+    else:
+        addr = malloc_lanes(heap, lanes, (lanes == lanes) & mask)
+    return like(addr, nbytes, mask)
+
+
+@triton.jit
+def free(heap, addr, mask=None):
+    """Give memory back. ``addr``: what malloc returned, scalar or 1-D block; 0 is ignored.
+
+    Everything the program did with the memory is ordered before anything its next owner does.
+    An address that is not a live allocation changes nothing and is recorded: DoubleFree if it
+    could have been one, InvalidFree if it could not. Three atomics in a row.
+    """
+    lanes = as_lanes(addr)
+    if mask is None:
+        free_lanes(heap, lanes, lanes == lanes)
+    else:
+        free_lanes(heap, lanes, (lanes == lanes) & mask)
+
+
+@triton.jit
+def usable_size(heap, addr, mask=None):
+    """Bytes (int64) that may be used at ``addr``, at least what was asked for; 0 if nothing
+    lives there. Two atomics in a row; changes nothing."""
+    lanes = as_lanes(addr)
+    active = lanes != 0
+    if mask is not None:
+        active = active & mask
+    return like(usable_lanes(heap, lanes, active), addr, mask)
+
+
+@triton.jit
+def usable_lanes(heap, addr, active):
+    inside, page, within = locate(heap, addr, active)
+    state = atomic_load(page_word_ptr(heap, page), inside)
+    slot, exact = slot_of(state, within)
+    slab = is_slab(state) & exact
+    bits = atomic_load(slot_bits_ptr(heap, page) + (slot >> 6), slab)
+    live = slab & ((lsr(bits, (slot & 63).to(tl.int64)) & 1) != 0)
+    run = (page_kind(state) == KIND_RUN) & (within == 0)
+    size = tl.where(live, class_bytes(page_class(state)), 0).to(tl.int64)
+    return tl.where(run, page_count(state).to(tl.int64) << PAGE_LOG2, size)
+
+
+@triton.jit
+def zeros(heap, nbytes, mask=None):
+    """:func:`malloc`, and the memory (rounded up to 16 bytes) is zero."""
+    lanes = as_lanes(nbytes)
+    active = lanes == lanes
+    if mask is not None:
+        active = active & mask
+    addr = malloc_lanes(heap, lanes, active)
+    fill_zero(addr, tl.where(addr != 0, lanes, 0))
+    return like(addr, nbytes, mask)
+
+
+@triton.jit
+def realloc(heap, addr, nbytes, mask=None):
+    """Resize allocations, as C's realloc: the content is kept up to the smaller size.
+
+    ``addr`` 0 allocates; ``nbytes`` 0 frees and gives 0; if the new size fits the block, the
+    address stays. 0 for any other request means that nothing happened: the old block is still
+    the caller's. A wrong ``addr`` is recorded as by :func:`free`, and gives 0.
+    """
+    old = as_lanes(addr)
+    lanes = as_lanes(nbytes) + old * 0
+    old = old + lanes * 0
+    active = lanes == lanes
+    if mask is not None:
+        active = active & mask
+    new = realloc_lanes(heap, old, lanes, active)
+    return like(new, addr + nbytes, mask)
+
+
+@triton.jit
+def realloc_lanes(heap, addr, nbytes, active):
+    have = usable_lanes(heap, addr, active & (addr != 0))
+    known = active & ((addr == 0) | (have > 0))
+    stays = known & (nbytes > 0) & (nbytes <= have)
+    moves = known & (stays == 0) & (nbytes != 0)
+    new = malloc_lanes(heap, nbytes, moves)
+    copy_lanes(addr, new, tl.where(new != 0, tl.minimum(have, nbytes), 0))
+    free_lanes(heap, addr, active & ((new != 0) | (nbytes == 0) | (known == 0)))
+    return tl.where(stays, addr, new)
+
+
+@triton.jit
+def fill_zero(addr, nbytes):
+    """Zero ``nbytes`` (rounded up to 16, so inside the slot) at each address."""
+    words = (nbytes + 15) >> 4 << 1
+    most = tl.max(words, axis=0)
+    step: tl.constexpr = 1024 // addr.shape[0] if addr.shape[0] < 1024 else 1
+    column = tl.arange(0, step)[None, :].to(tl.int64)
+    at = most * 0
+    while at < most:
+        index = at + column
+        ptr = (addr[:, None] + index * 8).to(tl.pointer_type(tl.int64))
+        zero = tl.zeros((addr.shape[0], step), tl.int64)
+        tl.store(ptr, zero, mask=index < words[:, None])
+        at += step
+    tl.debug_barrier()
+
+
+@triton.jit
+def copy_lanes(source, target, nbytes):
+    """Copy ``nbytes`` (rounded up to 16) from each source to each target address. Both belong to
+    the caller, so plain loads are right; the barriers order them with other threads' accesses."""
+    tl.debug_barrier()
+    words = (nbytes + 15) >> 4 << 1
+    most = tl.max(words, axis=0)
+    step: tl.constexpr = 1024 // source.shape[0] if source.shape[0] < 1024 else 1
+    column = tl.arange(0, step)[None, :].to(tl.int64)
+    at = most * 0
+    while at < most:
+        index = at + column
+        inside = index < words[:, None]
+        from_ptr = (source[:, None] + index * 8).to(tl.pointer_type(tl.int64))
+        to_ptr = (target[:, None] + index * 8).to(tl.pointer_type(tl.int64))
+        tl.store(to_ptr, tl.load(from_ptr, mask=inside), mask=inside)
+        at += step
+    tl.debug_barrier()
+
+
+@triton.constexpr_function
+def is_block(x):
+    """Whether an argument is a block rather than a scalar, a Python number or None."""
+    return len(getattr(x, "shape", ())) > 0
+
+
+@triton.jit
+def like(lanes, model, mask):
+    """``lanes`` in the shape of the arguments: a scalar unless one of them is a block."""
+    if is_block(model):
+        result = lanes
+    elif is_block(mask):
+        result = lanes
+    else:
+        result = tl.sum(lanes, axis=0)
+    return result

@@ -1,0 +1,231 @@
+"""Where everything lies: the control block of a heap, its words and their fields.
+
+The control block is one int64 tensor, apart from user data, so that a user's overflow cannot
+reach it. Words 0..31 never change after the heap is made and may be loaded plainly
+(:func:`load_geometry`); all others change under running kernels and are touched by atomics only.
+
+    word            what                                              written by
+    0..31           geometry (immutable)                              host
+    ERRORS          one counter per kind of error                     record
+    RECORDS         the first MAX_RECORDS errors, 4 words each        record
+    USED, PEAK      pages taken from the page level, and their peak   pages
+    RUNS            runs handed out as large allocations              slabs
+    GRANTED         per class: slots handed out as credits            slabs
+    TRANSIT         in-hand counts and epochs, striped                pages, slabs
+    STRIPES         per class and stripe: the stripe word             slabs
+    hints           ORDERS + NUM_CLASSES rows, one bit per chunk      pages, slabs
+    page bits       one word per chunk: bit set = page is free        pages
+    page words      one per page: what the page is                    slabs, heap
+    slot bits       64 words per page: bit set = slot is live         heap
+
+A **page** is 64 KiB, a **chunk** 64 pages (4 MiB): one word of page bits.
+
+Page word (bit 63 is never set, so -1 never equals one):
+
+    0..23   count   free slots that are no stripe's credits (slab), or length in pages (run)
+    24..29  class   size class (slab)
+    30      ATTACHED    the page belongs to the batch of a stripe
+    31      PUBLISHED   the class's hint for this chunk was set after count became positive
+    32..33  kind    FREE (also: inside a run), SLAB, RUN
+    34..62  pins    frees at work on this page; a slab with pins is never retired
+
+Stripe word: a batch of pages and how many of its slots are still to be handed out.
+
+    0..31   credits, signed   below or at 0: dry
+    32..54  first page
+    55..61  batch length in pages (0: no batch)
+    62      FRESH   the batch was empty when attached: ticket t is slot t of the batch
+"""
+
+import triton
+import triton.language as tl
+
+MAGIC = 0x0DE7A110C0000001
+
+PAGE_LOG2 = tl.constexpr(16)
+PAGE_BYTES = tl.constexpr(1 << 16)
+CHUNK_PAGES = tl.constexpr(64)
+SLOT_WORDS = tl.constexpr(64)  # words of slot bits per page: 4096 slots of 16 bytes
+ORDERS = tl.constexpr(7)  # hint rows of the page level: a free run of 2**k pages, k = 0..6
+NUM_CLASSES = tl.constexpr(38)
+MAX_SLOT = tl.constexpr(1 << 15)
+MAX_BATCH = tl.constexpr(32)
+
+# Geometry words.
+G_MAGIC = tl.constexpr(0)
+G_BASE = tl.constexpr(1)
+G_PAGES = tl.constexpr(2)
+G_STRIPES = tl.constexpr(3)
+G_ROW_WORDS = tl.constexpr(4)
+G_MAX_BATCH = tl.constexpr(5)
+G_HINTS = tl.constexpr(6)
+G_PAGE_BITS = tl.constexpr(7)
+G_PAGE_WORDS = tl.constexpr(8)
+G_SLOT_BITS = tl.constexpr(9)
+G_WORDS = tl.constexpr(10)  # length of the control block
+G_DEVICE = tl.constexpr(11)
+
+# Mutable words at fixed places.
+ERRORS = tl.constexpr(32)
+RECORD_COUNT = tl.constexpr(40)
+RECORDS = tl.constexpr(48)
+MAX_RECORDS = tl.constexpr(16)
+USED = tl.constexpr(128)
+PEAK = tl.constexpr(129)
+RUNS = tl.constexpr(144)
+GRANTED = tl.constexpr(160)
+TRANSIT = tl.constexpr(256)
+TRANSIT_STRIPES = tl.constexpr(32)
+TRANSIT_STRIDE = tl.constexpr(8)
+STRIPES = tl.constexpr(512)
+STRIPE_STRIDE = tl.constexpr(8)
+
+# Kinds of error.
+E_DOUBLE_FREE = tl.constexpr(0)
+E_INVALID_FREE = tl.constexpr(1)
+E_OUT_OF_MEMORY = tl.constexpr(2)
+E_INVALID_ARGUMENT = tl.constexpr(3)
+
+# Page word.
+COUNT_MASK = tl.constexpr((1 << 24) - 1)
+CLASS_SHIFT = tl.constexpr(24)
+ATTACHED = tl.constexpr(1 << 30)
+PUBLISHED = tl.constexpr(1 << 31)
+KIND_SHIFT = tl.constexpr(32)
+KIND_FREE = tl.constexpr(0)
+KIND_SLAB = tl.constexpr(1)
+KIND_RUN = tl.constexpr(2)
+PIN_SHIFT = tl.constexpr(34)
+PIN = tl.constexpr(1 << 34)
+
+# Stripe word.
+BATCH_SHIFT = tl.constexpr(55)
+FRESH_SHIFT = tl.constexpr(62)
+
+
+@triton.jit
+def load_geometry(heap, word: tl.constexpr):
+    """One immutable word of the control block, by a plain load."""
+    return tl.load(heap + word)
+
+
+@triton.jit
+def page_word_ptr(heap, page):
+    return heap + load_geometry(heap, G_PAGE_WORDS) + page
+
+
+@triton.jit
+def page_bits_ptr(heap, chunk):
+    return heap + load_geometry(heap, G_PAGE_BITS) + chunk
+
+
+@triton.jit
+def slot_bits_ptr(heap, page):
+    return heap + load_geometry(heap, G_SLOT_BITS) + page.to(tl.int64) * SLOT_WORDS
+
+
+@triton.jit
+def hint_ptr(heap, row, chunk):
+    """The word of hint row ``row`` that holds the bit of ``chunk`` (bit ``chunk & 63``)."""
+    words = load_geometry(heap, G_ROW_WORDS)
+    return heap + load_geometry(heap, G_HINTS) + row * words + (chunk >> 6)
+
+
+@triton.jit
+def stripe_ptr(heap, cls, stripe):
+    index = cls.to(tl.int64) * load_geometry(heap, G_STRIPES) + stripe
+    return heap + STRIPES + index * STRIPE_STRIDE
+
+
+@triton.jit
+def program_index():
+    """A number of this program within its launch (int32), for spreading and for error records."""
+    x = tl.num_programs(0)
+    y = tl.num_programs(1)
+    return tl.program_id(0) + x * (tl.program_id(1) + y * tl.program_id(2))
+
+
+# Size classes ---------------------------------------------------------------------------------
+#
+#   0..7     16, 32, ... 128
+#   8..31    four steps per doubling up to 8 KiB
+#   32..37   a page cut in 7, 6, 5, 4, 3, 2
+#
+# devalloc.sizes makes the same table on the host; a test holds them together.
+
+
+@triton.jit
+def size_class(nbytes):
+    """Class (int32) of requests of ``nbytes`` in [1, MAX_SLOT] (int32)."""
+    n = nbytes.to(tl.int32)
+    low = tl.maximum(n - 1, 0)
+    e = (tl.maximum(low, 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    shift = tl.maximum(e - 2, 0)
+    middle = 8 + (e - 7) * 4 + (low >> shift) - 4
+    high = 39 - PAGE_BYTES // ((low >> 4 << 4) + 16)
+    return tl.where(n <= 128, low >> 4, tl.where(n <= 8192, middle, high))
+
+
+@triton.jit
+def class_bytes(cls):
+    """Slot size in bytes (int32) of class ``cls`` (int32)."""
+    step = tl.maximum(cls - 8, 0)
+    middle = (5 + (step & 3)) << tl.minimum(5 + (step >> 2), 16)
+    pieces = tl.minimum(tl.maximum(39 - cls, 2), 7)
+    high = (PAGE_BYTES // pieces) >> 4 << 4
+    return tl.where(cls < 8, (cls + 1) * 16, tl.where(cls < 32, middle, high))
+
+
+@triton.jit
+def class_slots(cls):
+    """Slots per page (int32) of class ``cls``."""
+    return PAGE_BYTES // class_bytes(cls)
+
+
+# Fields ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def page_count(word):
+    return (word & COUNT_MASK).to(tl.int32)
+
+
+@triton.jit
+def page_class(word):
+    return ((word >> CLASS_SHIFT) & 63).to(tl.int32)
+
+
+@triton.jit
+def page_kind(word):
+    return ((word >> KIND_SHIFT) & 3).to(tl.int32)
+
+
+@triton.jit
+def page_pins(word):
+    return word >> PIN_SHIFT
+
+
+@triton.jit
+def stripe_credits(word):
+    """Signed credits (int64) of a stripe word."""
+    return word << 32 >> 32
+
+
+@triton.jit
+def stripe_place(word):
+    """``(first page, batch length, fresh)`` of a stripe word, as int32."""
+    high = (word - stripe_credits(word)) >> 32
+    page = (high & ((1 << 23) - 1)).to(tl.int32)
+    batch = ((high >> 23) & 127).to(tl.int32)
+    fresh = ((high >> 30) & 1).to(tl.int32)
+    return page, batch, fresh
+
+
+@triton.jit
+def pack_stripe(page, batch, fresh, credits):
+    return (
+        (page.to(tl.int64) << 32)
+        + (batch.to(tl.int64) << BATCH_SHIFT)
+        + (fresh.to(tl.int64) << FRESH_SHIFT)
+        + credits.to(tl.int64)
+    )

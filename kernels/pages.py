@@ -1,0 +1,359 @@
+"""The page level: a bitmap of free pages, runs of pages taken from it and given back.
+
+Owns the page bits, the hint rows 0..6, the transit words and the page counters. The argument for
+all of it is in docs/design.md; in short:
+
+Shared words and their writers
+    *Page bits*, one word per chunk of 64 pages, bit set = free. This bitmap is the only truth:
+    adjacent free pages are merged by being adjacent bits, so nothing is ever split or coalesced.
+    *Hints*: row k has a bit per chunk, set whenever the chunk has 2**k adjacent free pages. A
+    hint may be set for no reason; it is never missing at rest.
+    *Transit*: (in-hand count << 44) + epoch. In hand: memory is taken only to be put back, or a
+    hint is being dropped. The epoch grows when memory was put back.
+Linearisation
+    take: the compare-and-swap (or the `and`, for one page) that clears the bits.
+    give: the `or` that sets them. Failure: see `collect`.
+Order
+    give is release, take acquire, both through the same page word: what the old owner did before
+    giving happens before what the new owner does. (All atomics here are acq_rel: slow path.)
+Reuse (ABA)
+    A compare-and-swap of page bits that succeeds on a value which changed and came back is
+    right: the value says which pages are free, whoever freed them.
+Progress
+    Lock-free: a failed compare-and-swap means another program's succeeded.
+"""
+
+import triton
+import triton.language as tl
+
+from .atomics import atomic_cas, atomic_load
+from .bits import floor_log2, low_mask, lowest_bit, lsr, mix, popcount, run_starts, select_bit
+from .layout import (
+    CHUNK_PAGES,
+    G_HINTS,
+    G_PAGES,
+    G_ROW_WORDS,
+    ORDERS,
+    PEAK,
+    TRANSIT,
+    TRANSIT_STRIDE,
+    TRANSIT_STRIPES,
+    USED,
+    hint_ptr,
+    load_geometry,
+    page_bits_ptr,
+    program_index,
+)
+
+IN_HAND = tl.constexpr(1 << 44)
+FAR = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def transit_ptr(heap):
+    return heap + TRANSIT + (program_index() & (TRANSIT_STRIPES - 1)) * TRANSIT_STRIDE
+
+
+@triton.jit
+def enter_transit(heap):
+    """Announce that this program will hold memory which it may put back."""
+    ptr = transit_ptr(heap)
+    tl.atomic_add(ptr, tl.full((), IN_HAND, tl.int64))
+
+
+@triton.jit
+def leave_transit(heap, put_back):
+    """Undo :func:`enter_transit`; ``put_back`` (0 or 1) says whether memory became free again."""
+    ptr = transit_ptr(heap)
+    tl.atomic_add(ptr, put_back.to(tl.int64) - IN_HAND)
+
+
+@triton.jit
+def bump_epoch(heap):
+    """Say that memory became free. Comes after the memory can be found."""
+    ptr = transit_ptr(heap)
+    tl.atomic_add(ptr, tl.full((), 1, tl.int64))
+
+
+@triton.jit
+def collect(heap):
+    """The sum of all epochs, or -1 while anything is in hand.
+
+    Epochs only grow, so two equal sums with nothing in hand mean that between the two calls no
+    memory was put back or in transit: what a search in between did not find was not there. That
+    is the linearisation point of a failed malloc.
+    """
+    lane = tl.arange(0, TRANSIT_STRIPES)
+    words = atomic_load(heap + TRANSIT + lane * TRANSIT_STRIDE)
+    in_hand = tl.sum(words >> 44, axis=0)
+    epochs = tl.sum(words & (IN_HAND - 1), axis=0)
+    return tl.where(in_hand == 0, epochs, epochs * 0 - 1)
+
+
+@triton.jit
+def give_pages(heap, chunk, bits, active):
+    """Set page bits: the pages become free. Blocks of 64 lanes; inactive lanes do nothing.
+
+    Every hint that the word now deserves is set, not only the new ones: another give may have
+    raised the word before and not yet have set its hints, and this one must be findable when it
+    returns.
+    """
+    old = tl.atomic_or(page_bits_ptr(heap, chunk), bits, mask=active)
+    run = tl.where(active, old | bits, 0)
+    bit = (bits & 0) + 1 << (chunk & 63).to(tl.int64)
+    for order in tl.static_range(ORDERS):
+        tl.atomic_or(hint_ptr(heap, order, chunk), bit, mask=run != 0)
+        run = run & lsr(run, 1 << order)
+    bump_epoch(heap)
+
+
+@triton.jit
+def count_pages(heap, pages):
+    """Add ``pages`` (int32, may be negative) to the pages in use and follow the peak."""
+    used = tl.atomic_add(heap + USED, pages.to(tl.int64), sem="relaxed")
+    if pages > 0:
+        tl.atomic_max(heap + PEAK, used + pages, sem="relaxed")
+
+
+@triton.jit
+def drop_hints(heap, row_ptr, chunk, stale, order):
+    """Clear the hints of the ``stale`` lanes of one row word, unless they have become true.
+
+    In transit meanwhile: a give that set the same hint between our look and our clearing has
+    returned, and its pages must not be invisible to a search that then fails.
+    """
+    lane = tl.arange(0, 64)
+    enter_transit(heap)
+    one = (chunk & 0).to(tl.int64) + 1
+    mask_bits = tl.sum(tl.where(stale, one << lane, 0), axis=0)
+    tl.atomic_and(row_ptr, mask_bits ^ -1)
+    now = atomic_load(page_bits_ptr(heap, chunk), stale)
+    again = stale & (run_starts(now, (order * 0 + 1) << order) != 0)
+    again_bits = tl.sum(tl.where(again, one << lane, 0), axis=0)
+    if again_bits != 0:
+        tl.atomic_or(row_ptr, again_bits)
+    leave_transit(heap, (again_bits != 0).to(tl.int32))
+
+
+@triton.jit
+def first_hinted(heap, row, cursor):
+    """Index of the first non-zero word of hint row ``row`` at or after ``cursor``, and the word.
+
+    Scalars. The index is FAR if there is none. One vector read per 4096 chunks (16 GiB).
+    """
+    words = load_geometry(heap, G_ROW_WORDS).to(tl.int32)
+    row_ptr = heap + load_geometry(heap, G_HINTS) + row * words
+    lane = tl.arange(0, 64)
+    found = tl.full((), FAR, tl.int32)
+    word = tl.full((), 0, tl.int64)
+    while (found == FAR) & (cursor < words):
+        index = (cursor >> 6 << 6) + lane
+        row_words = atomic_load(row_ptr + index, (index >= cursor) & (index < words))
+        found = tl.min(tl.where(row_words != 0, index, FAR), axis=0)
+        word = tl.sum(tl.where(index == found, row_words, 0), axis=0)
+        cursor = (cursor >> 6 << 6) + 64
+    return found, word
+
+
+@triton.jit
+def take_within_chunk(heap, n):
+    """Take ``n`` in [1, 63] adjacent pages of one chunk. Returns the first page, -1 if none.
+
+    First fit by address, over a few candidates so that programs do not meet on one word; after a
+    collision the choice widens, and it is hashed, never the neighbour.
+    """
+    lane = tl.arange(0, 64)
+    order = floor_log2(n)
+    salt = mix(program_index())
+    width = tl.full((), 8, tl.int32)
+    cursor = tl.full((), 0, tl.int32)
+    page = tl.full((), -1, tl.int32)
+    index, hints = first_hinted(heap, order, cursor)
+    while (page < 0) & (index != FAR):
+        chunk = index * 64 + lane
+        hinted = (lsr(hints, lane.to(tl.int64)) & 1) != 0
+        words = atomic_load(page_bits_ptr(heap, chunk), hinted)
+        starts = run_starts(words, n)
+        fits = starts != 0
+        candidates = tl.sum(fits.to(tl.int32), axis=0)
+        if candidates == 0:
+            stale = hinted & (run_starts(words, (n * 0 + 1) << order) == 0)
+            if tl.sum(stale.to(tl.int32), axis=0) > 0:
+                drop_hints(heap, hint_ptr(heap, order, index * 64), chunk, stale, order)
+            cursor = index + 1
+        else:
+            nth = salt % tl.minimum(candidates, width)
+            chosen = fits & (tl.cumsum(fits.to(tl.int32), axis=0) - 1 == nth)
+            target = tl.sum(tl.where(chosen, chunk, 0), axis=0)
+            word = tl.sum(tl.where(chosen, words, 0), axis=0)
+            start = tl.sum(tl.where(chosen, starts, 0), axis=0)
+            ptr = page_bits_ptr(heap, target)
+            if n == 1:
+                # Clearing one bit needs no agreement on the others.
+                free = tl.minimum(popcount(start), width)
+                at = select_bit(start, (salt >> 8) % free)
+                bit = tl.full((), 1, tl.int64) << at.to(tl.int64)
+                old = tl.atomic_and(ptr, bit ^ -1)
+                if (old & bit) != 0:
+                    page = target * 64 + at
+            else:
+                tries = tl.full((), 4, tl.int32)
+                while (page < 0) & (start != 0) & (tries > 0):
+                    at = lowest_bit(start)
+                    run = low_mask(n.to(tl.int64)) << at.to(tl.int64)
+                    old = atomic_cas(ptr, word, word & (run ^ -1))
+                    if old == word:
+                        page = target * 64 + at
+                    word = old
+                    start = run_starts(word, n)
+                    tries -= 1
+            salt = mix(salt)
+            width = tl.minimum(width * 4, 64)
+        if page < 0:
+            index, hints = first_hinted(heap, order, cursor)
+    return page
+
+
+@triton.jit
+def whole_chunks(heap, chunk, count):
+    """How many of the ``count`` chunks from ``chunk`` on are free as a whole, up to the first
+    that is not. Only looks."""
+    lane = tl.arange(0, 64)
+    done = count * 0
+    going = count > 0
+    while going:
+        active = done + lane < count
+        words = atomic_load(page_bits_ptr(heap, chunk + done + lane), active)
+        failed = tl.min(tl.where(active & (words != -1), lane, 64), axis=0)
+        done += tl.minimum(failed, count - done)
+        going = (failed == 64) & (done < count)
+    return done
+
+
+@triton.jit
+def claim_chunks(heap, chunk, count):
+    """Take ``count`` whole chunks from ``chunk`` on; returns how many of them, in order, were
+    had (``count`` on success). The caller is in transit and gives a part back."""
+    lane = tl.arange(0, 64)
+    done = count * 0
+    going = count > 0
+    while going:
+        active = done + lane < count
+        wanted = tl.where(active, lane * 0 - 1, 0).to(tl.int64)
+        target = tl.where(active, chunk + done + lane, chunk)
+        old = atomic_cas(page_bits_ptr(heap, target), wanted, wanted * 0)
+        failed = tl.min(tl.where(active & (old != -1), lane, 64), axis=0)
+        beyond = active & (old == -1) & (lane > failed)
+        if tl.sum(beyond.to(tl.int32), axis=0) > 0:
+            give_pages(heap, target, wanted, beyond)
+        done += tl.minimum(failed, count - done)
+        going = (failed == 64) & (done < count)
+    return done
+
+
+@triton.jit
+def claim_tail(heap, chunk, bits):
+    """Take the pages ``bits`` of one chunk if all of them are free; 1 or 0."""
+    ptr = page_bits_ptr(heap, chunk)
+    word = atomic_load(ptr)
+    claimed = chunk * 0
+    while (claimed == 0) & ((word & bits) == bits):
+        old = atomic_cas(ptr, word, word & (bits ^ -1))
+        claimed = (old == word).to(tl.int32)
+        word = old
+    return claimed
+
+
+@triton.jit
+def give_run(heap, page, n):
+    """Give back ``n`` adjacent pages from ``page`` on: within a chunk, or from a chunk's start."""
+    lane = tl.arange(0, 64)
+    done = n * 0
+    while done < n:
+        at = page + done + lane * CHUNK_PAGES
+        length = tl.minimum(n - done - lane * CHUNK_PAGES, CHUNK_PAGES)
+        active = length > 0
+        bits = low_mask(tl.maximum(length, 0).to(tl.int64)) << (at & 63).to(tl.int64)
+        give_pages(heap, tl.where(active, at >> 6, 0), bits, active)
+        done += 64 * CHUNK_PAGES
+
+
+@triton.jit
+def take_chunks(heap, n):
+    """Take ``n`` >= 64 adjacent pages, beginning at a chunk. Returns the first page, -1 if none.
+
+    Candidates come from hint row 6, first fit, and are looked at before anything is taken, so
+    that memory goes back (and the epoch moves) only if another program got in between. Programs
+    take in ascending order: of two that overlap, one gets on.
+    """
+    count = n >> 6
+    rest = low_mask((n & 63).to(tl.int64))
+    words = load_geometry(heap, G_ROW_WORDS).to(tl.int32)
+    chunks = (load_geometry(heap, G_PAGES).to(tl.int32) + CHUNK_PAGES - 1) >> 6
+    last = chunks - count - (rest != 0).to(tl.int32)
+    lane = tl.arange(0, 64)
+    page = tl.full((), -1, tl.int32)
+    chunk = tl.full((), 0, tl.int32)
+    length = tl.full((), 0, tl.int32)  # hinted chunks just before `chunk`
+    hints = tl.full((), 0, tl.int64)
+    while (page < 0) & (chunk < words * 64):
+        if (chunk & 63) == 0:
+            hints = atomic_load(hint_ptr(heap, ORDERS - 1, chunk))
+        ahead = lsr(hints, (chunk & 63).to(tl.int64))
+        hinted = (ahead & 1) != 0
+        step = lowest_bit(tl.where(hinted, ahead ^ -1, ahead))
+        step = tl.minimum(step, 64 - (chunk & 63))
+        length = tl.where(hinted, length + step, 0)
+        chunk += step
+        while (page < 0) & (length >= count) & (chunk - length <= last):
+            start = chunk - length
+            free = whole_chunks(heap, start, count)
+            if free < count:
+                bad = start + free
+                group = (bad >> 6 << 6) + lane
+                stale = group == bad
+                drop_hints(heap, hint_ptr(heap, ORDERS - 1, bad), group, stale, count * 0 + 6)
+                length -= free + 1
+            else:
+                if rest != 0:
+                    tail = atomic_load(page_bits_ptr(heap, start + count))
+                else:
+                    tail = rest
+                if (tail & rest) == rest:
+                    enter_transit(heap)
+                    got = claim_chunks(heap, start, count)
+                    held = got == count
+                    if held & (rest != 0):
+                        held = claim_tail(heap, start + count, rest) != 0
+                    if held:
+                        page = start * CHUNK_PAGES
+                    elif got > 0:
+                        give_run(heap, start * CHUNK_PAGES, got * CHUNK_PAGES)
+                    leave_transit(heap, (page < 0).to(tl.int32))
+                length -= 1
+    return page
+
+
+@triton.jit(noinline=True)
+def take_pages(heap, n):
+    """Take ``n`` >= 1 adjacent pages (int32). Returns the first page (int32), -1 if none.
+
+    Up to 63 pages lie in one chunk; more begin at a chunk. -1 says only that this search found
+    nothing: whether that means exhaustion is for the caller to decide (:func:`collect`).
+    """
+    page = tl.full((), -1, tl.int32)
+    if n < CHUNK_PAGES:
+        page = take_within_chunk(heap, n)
+    elif n.to(tl.int64) <= load_geometry(heap, G_PAGES):
+        page = take_chunks(heap, n)
+    if page >= 0:
+        count_pages(heap, n)
+    return page
+
+
+@triton.jit(noinline=True)
+def release_run(heap, page, n):
+    """Free the ``n`` pages (int32 scalars) of a run; returns 0."""
+    count_pages(heap, -n)
+    give_run(heap, page, n)
+    return n * 0

@@ -1,0 +1,407 @@
+"""Slabs: pages cut into slots of one size class, and the stripes through which they are used.
+
+Account first, then track. The account of a page is
+
+    count + credits of its stripe + accounted slots = slots of the page
+
+where an accounted slot is live, about to be claimed by a malloc that holds a ticket, or about to
+be counted by a free that has cleared its bit. A ticket is one subtraction from a stripe word; it
+promises a clear slot bit in the stripe's batch of pages, which the malloc then claims.
+
+Shared words and their writers
+    *Stripe word* (class, stripe): malloc subtracts credits; a refill or a flush exchanges it.
+    *Page word*: free adds pins and counts; draw, detach and settle change the state.
+    *Class hint*: row ORDERS + class, a bit per chunk: it may hold a page with count > 0.
+Linearisation
+    malloc: the subtraction that returned enough credits. free: the addition to count.
+Who may do what
+    Credits of a batch exist in one stripe only; its pages are ATTACHED and nobody else draws from
+    them. Detaching puts unused credits back into the counts. A page is retired by the
+    compare-and-swap of its word from (detached, count = all, pins = 0) to FREE, so nobody is
+    inside it: a malloc would be accounted, a free would have pinned it.
+Why pins
+    A valid free needs none: its own slot keeps count below "all". A *second* free of the same
+    address has no slot; without a pin the page could be retired and cut anew between its look at
+    the page word and its clearing of the bit, and it would clear a stranger's bit.
+Order
+    Payload: free clears the bit with release, malloc claims it with acquire, same word. Across a
+    retirement: bit (release) -> count (acq_rel) -> retire (acq_rel) -> page bits -> open ->
+    stripe exchange (acq_rel) -> ticket (acquire).
+Reuse (ABA)
+    Compare-and-swaps of page words compare the whole state; an equal state is an equal right,
+    whatever happened in between. Stripe words are never compared.
+Progress
+    Lock-free. The program whose subtraction took a stripe below zero refills it; others wait for
+    it a bounded time (it is running, not waiting to be scheduled) and then refill themselves.
+"""
+
+import triton
+import triton.language as tl
+
+from .atomics import atomic_cas, atomic_load
+from .bits import lsr, mix, popcount, select_bit
+from .layout import (
+    ATTACHED,
+    CLASS_SHIFT,
+    COUNT_MASK,
+    G_MAX_BATCH,
+    G_STRIPES,
+    GRANTED,
+    KIND_SHIFT,
+    KIND_SLAB,
+    NUM_CLASSES,
+    ORDERS,
+    PUBLISHED,
+    STRIPE_STRIDE,
+    STRIPES,
+    class_bytes,
+    class_slots,
+    hint_ptr,
+    load_geometry,
+    pack_stripe,
+    page_class,
+    page_count,
+    page_kind,
+    page_pins,
+    page_word_ptr,
+    program_index,
+    stripe_credits,
+    stripe_place,
+    stripe_ptr,
+)
+from .pages import (
+    FAR,
+    collect,
+    count_pages,
+    enter_transit,
+    first_hinted,
+    give_pages,
+    leave_transit,
+    take_pages,
+)
+
+FLUSH_IDLE = tl.constexpr(0)  # only batches with a page that is free as a whole
+FLUSH_FREE = tl.constexpr(1)  # every batch with a free slot
+FLUSH_ALL = tl.constexpr(2)
+
+POLLS = tl.constexpr(256)
+
+
+@triton.jit
+def is_slab(word):
+    return page_kind(word) == KIND_SLAB
+
+
+@triton.jit
+def is_idle(word):
+    """Page words of slabs that nothing is in and nobody uses: they can be retired."""
+    detached = is_slab(word) & ((word & ATTACHED) == 0)
+    return detached & (page_pins(word) == 0) & (page_count(word) == class_slots(page_class(word)))
+
+
+@triton.jit
+def is_hidden(word):
+    """Page words of detached slabs with free slots that no search can find yet."""
+    return is_slab(word) & ((word & (ATTACHED | PUBLISHED)) == 0) & (page_count(word) > 0)
+
+
+@triton.jit(noinline=True)
+def settle(heap, chunk, bits):
+    """Do what the page words of one chunk (int32; ``bits`` says which pages) ask for: retire
+    those that are idle, publish those with free slots that no search would find. Returns 0.
+
+    Whoever makes a page idle or hidden by its last change of the page word calls this. The state
+    is read anew; a failed compare-and-swap means it changed again, so it is looked at again.
+    """
+    lane = tl.arange(0, 64)
+    page = chunk * 64 + lane
+    ptr = page_word_ptr(heap, page)
+    mine = (lsr(bits, lane.to(tl.int64)) & 1) != 0
+    retired = mine & (lane < 0)
+    going = tl.sum(mine.to(tl.int32), axis=0) > 0
+    while going:
+        word = atomic_load(ptr, mine)
+        idle = mine & is_idle(word)
+        hidden = mine & is_hidden(word) & (idle == 0)
+        # The hint comes before the flag: whoever sees PUBLISHED may rely on it.
+        row = hint_ptr(heap, ORDERS + page_class(word), chunk)
+        bit = (word & 0) + 1 << (chunk & 63).to(tl.int64)
+        tl.atomic_or(row, bit, mask=hidden)
+        desired = tl.where(idle, 0, tl.where(hidden, word | PUBLISHED, word))
+        expected = tl.where(idle | hidden, word, 0)
+        desired = tl.where(idle | hidden, desired, 0)
+        old = atomic_cas(ptr, expected, desired)
+        won = old == expected
+        retired = retired | (idle & won)
+        mine = (idle | hidden) & (won == 0)
+        going = tl.sum(mine.to(tl.int32), axis=0) > 0
+    count = tl.sum(retired.to(tl.int32), axis=0)
+    if count > 0:
+        one = (lane * 0 + 1).to(tl.int64)
+        free = tl.sum(tl.where(retired, one << lane, 0), axis=0)
+        count_pages(heap, -count)
+        give_pages(heap, chunk + lane * 0, tl.where(lane == 0, free, 0), lane == 0)
+    return count * 0
+
+
+@triton.jit
+def unissued_slots(place_batch, credits, slots, lane):
+    """Of each page ``lane`` of a batch, how many slots no ticket was given for (int32).
+
+    Tickets go through a batch from its first page on, so what is left is at its end.
+    """
+    left = tl.maximum(credits, 0).to(tl.int32) - (place_batch - 1 - lane) * slots
+    return tl.minimum(tl.maximum(left, 0), slots)
+
+
+@triton.jit(noinline=True)
+def detach(heap, cls, word):
+    """Dissolve the batch of a stripe word that was exchanged for another; returns 0.
+
+    Unused credits go back into the counts of its pages. The caller is in transit.
+    """
+    page, batch, _fresh = stripe_place(word)
+    if batch > 0:
+        lane = tl.arange(0, 64)
+        slots = class_slots(cls)
+        credits = stripe_credits(word)
+        unused = tl.maximum(credits, 0)
+        tl.atomic_add(heap + GRANTED + cls, -unused, sem="relaxed")
+        back = unissued_slots(batch, credits, slots, lane).to(tl.int64)
+        mine = lane < batch
+        ptr = page_word_ptr(heap, page + tl.where(mine, lane, 0))
+        now = tl.atomic_add(ptr, back - ATTACHED, mask=mine) + back - ATTACHED
+        now = tl.where(mine, now, 0)
+        ask = is_idle(now) | is_hidden(now)
+        one = (lane * 0 + 1).to(tl.int64)
+        bits = tl.sum(tl.where(ask, one << lane, 0), axis=0) << (page & 63).to(tl.int64)
+        if bits != 0:
+            settle(heap, page >> 6, bits)
+    return page * 0
+
+
+@triton.jit
+def drop_class_hint(heap, row, chunk, cls):
+    """Clear the class hint of a chunk unless a drawable page turns up meanwhile (see
+    ``pages.drop_hints`` for why in transit)."""
+    ptr = hint_ptr(heap, row, chunk)
+    bit = tl.full((), 1, tl.int64) << (chunk & 63).to(tl.int64)
+    enter_transit(heap)
+    tl.atomic_and(ptr, bit ^ -1)
+    words = atomic_load(page_word_ptr(heap, chunk * 64 + tl.arange(0, 64)))
+    again = tl.max(drawable_slots(words, cls), axis=0) > 0
+    if again:
+        tl.atomic_or(ptr, bit)
+    leave_transit(heap, again.to(tl.int32))
+
+
+@triton.jit
+def drawable_slots(words, cls):
+    """Free slots of page words that are detached slabs of class ``cls``; 0 for all others."""
+    fits = is_slab(words) & (page_class(words) == cls) & ((words & ATTACHED) == 0)
+    return tl.where(fits, page_count(words), 0)
+
+
+@triton.jit
+def draw(heap, cls, rich):
+    """Attach the page with most free slots of a hinted chunk: a stripe word, or 0.
+
+    With ``rich`` != 0 a page less than an eighth free does not count. On success the caller is
+    left in transit, holding all the page's free slots as credits.
+    """
+    lane = tl.arange(0, 64)
+    slots = class_slots(cls)
+    row = ORDERS + cls
+    salt = mix(program_index())
+    result = tl.full((), 0, tl.int64)
+    index, hints = first_hinted(heap, row, tl.full((), 0, tl.int32))
+    while (index != FAR) & (result == 0):
+        chunk = index * 64 + select_bit(hints, salt % popcount(hints))
+        ptr = page_word_ptr(heap, chunk * 64 + lane)
+        words = atomic_load(ptr)
+        counts = drawable_slots(words, cls)
+        most = tl.max(counts, axis=0)
+        if most == 0:
+            drop_class_hint(heap, row, chunk, cls)
+        if (most > 0) & ((rich == 0) | (most * 8 >= slots)):
+            at = tl.min(tl.where(counts == most, lane, 64), axis=0)
+            word = tl.sum(tl.where(lane == at, words, 0), axis=0)
+            enter_transit(heap)
+            attached = (word & ((COUNT_MASK | PUBLISHED) ^ -1)) | ATTACHED
+            page = chunk * 64 + at
+            old = atomic_cas(page_word_ptr(heap, page), word, attached)
+            if old == word:
+                result = pack_stripe(page, at * 0 + 1, at * 0, most)
+            else:
+                leave_transit(heap, at * 0)
+        salt = mix(salt)
+        if (rich != 0) & (most > 0):
+            index = tl.full((), FAR, tl.int32)
+        elif result == 0:
+            index, hints = first_hinted(heap, row, tl.full((), 0, tl.int32))
+    return result
+
+
+@triton.jit
+def open_batch(heap, cls, ptr):
+    """Take fresh pages and make them slabs: a stripe word, or 0. The caller is in transit.
+
+    A batch grows fourfold over the stripe's previous one, up to about 8192 slots: little used
+    classes stay small, and busy ones refill rarely.
+    """
+    _page, previous, _fresh = stripe_place(atomic_load(ptr))
+    cap = tl.maximum(class_bytes(cls) >> 3, 1)
+    cap = tl.minimum(cap, load_geometry(heap, G_MAX_BATCH).to(tl.int32))
+    batch = tl.minimum(tl.maximum(previous * 4, tl.maximum(cap >> 4, 1)), cap)
+    page = tl.full((), -1, tl.int32)
+    while (page < 0) & (batch > 0):
+        page = take_pages(heap, batch)
+        if page < 0:
+            batch = batch >> 1
+    result = tl.full((), 0, tl.int64)
+    if page >= 0:
+        lane = tl.arange(0, 64)
+        mine = lane < batch
+        # Added, not stored: a free of a wrong address may have pinned the page.
+        slab = (cls.to(tl.int64) << CLASS_SHIFT) + (ATTACHED + (KIND_SLAB << KIND_SHIFT))
+        tl.atomic_add(page_word_ptr(heap, page + tl.where(mine, lane, 0)), slab, mask=mine)
+        result = pack_stripe(page, batch, batch * 0 + 1, batch * class_slots(cls))
+    return result
+
+
+@triton.jit
+def steal(heap, cls, need):
+    """A ticket for ``need`` slots from whichever stripe of the class has credits, or 0."""
+    lane = tl.arange(0, 64)
+    stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
+    ptr = stripe_ptr(heap, cls, lane)
+    words = atomic_load(ptr, lane < stripes)
+    at = tl.min(tl.where((lane < stripes) & (stripe_credits(words) > 0), lane, 64), axis=0)
+    result = tl.full((), 0, tl.int64)
+    if at < 64:
+        old = tl.atomic_add(stripe_ptr(heap, cls, at), -need.to(tl.int64))
+        if stripe_credits(old) > 0:
+            result = old
+    return result
+
+
+@triton.jit(noinline=True)
+def flush(heap, index, end, mode):
+    """Dissolve the batches of stripes [index, end) (int32, counted through all classes) so that
+    their free slots and pages can be found by everybody. ``mode`` is a FLUSH constant. Returns
+    how many were dissolved."""
+    lane = tl.arange(0, 64)
+    stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
+    dissolved = end * 0
+    while index < end:
+        at = index + lane
+        words = atomic_load(heap + STRIPES + at * STRIPE_STRIDE, at < end)
+        _pages, batches, _flags = stripe_place(words)
+        left = (batches > 0) & (at < end)
+        next_at = tl.min(tl.where(left, at, FAR), axis=0)
+        while next_at < FAR:
+            word = tl.sum(tl.where(at == next_at, words, 0), axis=0)
+            cls = next_at // stripes
+            page, batch, _fresh = stripe_place(word)
+            slots = class_slots(cls)
+            mine = lane < batch
+            states = atomic_load(page_word_ptr(heap, page + tl.where(mine, lane, 0)), mine)
+            free = page_count(states) + unissued_slots(batch, stripe_credits(word), slots, lane)
+            some = tl.max(tl.where(mine, free, 0), axis=0)
+            if (mode == FLUSH_ALL) | ((mode == FLUSH_FREE) & (some > 0)) | (some >= slots):
+                enter_transit(heap)
+                old = tl.atomic_xchg(
+                    heap + STRIPES + next_at * STRIPE_STRIDE, tl.full((), 0, tl.int64)
+                )
+                detach(heap, cls, old)
+                leave_transit(heap, batch * 0 + 1)
+                dissolved += 1
+            left = left & (at > next_at)
+            next_at = tl.min(tl.where(left, at, FAR), axis=0)
+        index += 64
+    return dissolved
+
+
+@triton.jit
+def refill(heap, cls, ptr, need):
+    """Find slots for a dry stripe, keep up to ``need`` for the caller, install the rest.
+
+    Returns a stripe word as a ticket would have (the caller owns min(need, credits) of it), or 0.
+    Pages less than an eighth free are used only when no fresh page is to be had.
+    """
+    word = draw(heap, cls, need * 0 + 1)
+    if word == 0:
+        # Not even announced unless a page may be free: programs that find the heap exhausted
+        # must leave each other in peace, or none would see the quiet pass that ends its search.
+        index, _hints = first_hinted(heap, need * 0, need * 0)
+        if index != FAR:
+            enter_transit(heap)
+            word = open_batch(heap, cls, ptr)
+            if word == 0:
+                leave_transit(heap, need * 0)
+    if word == 0:
+        word = draw(heap, cls, need * 0)
+    if word != 0:
+        credits = stripe_credits(word)
+        kept = tl.minimum(credits, need.to(tl.int64))
+        tl.atomic_add(heap + GRANTED + cls, credits, sem="relaxed")
+        old = tl.atomic_xchg(ptr, word - kept)
+        detach(heap, cls, old)
+        leave_transit(heap, need * 0 + 1)
+    return word
+
+
+@triton.jit(noinline=True)
+def more_tickets(heap, cls, need, crossed):
+    """Tickets for up to ``need`` slots of class ``cls`` when the stripe was dry (int32 scalars).
+
+    ``crossed`` != 0: our subtraction took the stripe below zero, so the refill is ours. Returns a
+    stripe word of which the caller owns the first min(need, credits) tickets, or 0 after two
+    quiet passes (nothing found, nothing put back, nothing in hand): the memory is exhausted. Two,
+    because a slot freed into an attached page behind our back is found by the second.
+    """
+    stripe = program_index() & (load_geometry(heap, G_STRIPES).to(tl.int32) - 1)
+    ptr = stripe_ptr(heap, cls, stripe)
+    result = tl.full((), 0, tl.int64)
+    polls = tl.where(crossed != 0, 0, POLLS)
+    while polls > 0:
+        polls -= 1
+        if stripe_credits(atomic_load(ptr)) > 0:
+            old = tl.atomic_add(ptr, -need.to(tl.int64))
+            if stripe_credits(old) > 0:
+                result = old
+            polls = polls * 0
+    quiet = need * 0
+    before = tl.full((), -1, tl.int64)
+    while (result == 0) & (quiet < 2):
+        result = refill(heap, cls, ptr, need)
+        if result == 0:
+            result = steal(heap, cls, need)
+        if result == 0:
+            stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
+            gained = flush(heap, cls * stripes, (cls + 1) * stripes, need * 0 + FLUSH_FREE)
+            gained += flush(heap, need * 0, stripes * NUM_CLASSES, need * 0 + FLUSH_IDLE)
+            after = collect(heap)
+            same = (gained == 0) & (after >= 0) & (after == before)
+            quiet = tl.where(same, quiet + 1, 0)
+            before = after
+    return result
+
+
+@triton.jit(noinline=True)
+def take_run(heap, n):
+    """Take ``n`` pages (int32) for a large allocation: the first page, or -1 when exhausted
+    (two quiet passes, as in :func:`more_tickets`)."""
+    page = tl.full((), -1, tl.int32)
+    quiet = n * 0
+    before = tl.full((), -1, tl.int64)
+    while (page < 0) & (quiet < 2):
+        page = take_pages(heap, n)
+        if page < 0:
+            stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
+            gained = flush(heap, n * 0, stripes * NUM_CLASSES, n * 0 + FLUSH_IDLE)
+            after = collect(heap)
+            same = (gained == 0) & (after >= 0) & (after == before)
+            quiet = tl.where(same, quiet + 1, 0)
+            before = after
+    return page
