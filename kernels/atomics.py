@@ -13,30 +13,54 @@ import triton.language as tl
 
 @triton.jit
 def atomic_load(ptr, mask=None):
-    """Current value of int64 word(s); inactive lanes give 0. Acquire at device scope.
-
-    Acquire because slow paths act on what they read (a page found free, a slab found idle), and
-    the reads of one search must not be reordered with those of the next.
-    """
+    """Current value of int64 word(s), relaxed; inactive lanes give 0."""
     zero = ptr.to(tl.int64) & 0
     if mask is None:
-        value = tl.atomic_or(ptr, zero, sem="acquire")
+        value = tl.atomic_or(ptr, zero, sem="relaxed")
     else:
-        value = tl.atomic_or(ptr, zero, mask=mask, sem="acquire")
+        value = tl.atomic_or(ptr, zero, mask=mask, sem="relaxed")
         value = tl.where(mask, value, 0)
     return value
 
 
 @triton.jit
 def atomic_cas(ptr, expected, desired):
-    """Compare-and-swap of int64 word(s), acq_rel; returns the old value.
+    """Compare-and-swap of int64 word(s), relaxed; returns the old value.
 
     There is no mask. A lane that must not change anything passes ``expected == desired``.
     """
-    return tl.atomic_cas(ptr, expected.to(tl.int64), desired.to(tl.int64))
+    return tl.atomic_cas(ptr, expected.to(tl.int64), desired.to(tl.int64), sem="relaxed")
+
+
+@triton.constexpr_function
+def has_ptx():
+    """Whether the code is being compiled for a CUDA device (and not interpreted)."""
+    if triton.knobs.runtime.interpret:
+        return False
+    target = tl.target_info.current_target()
+    return target is not None and target.backend == "cuda"
 
 
 @triton.jit
-def one(ptr):
-    """The int64 constant 1 in the shape of ``ptr`` (atomics want tensors as operands)."""
-    return (ptr.to(tl.int64) & 0) + 1
+def fence(word):
+    """Order all memory accesses of the program before it with all after it, at device scope.
+
+    Every atomic of the allocator is relaxed, and this is the only thing that orders: an atomic
+    with acquire or release semantics costs a fence for each element of a block, one after the
+    other (measured: four elements per thread cost 1.4 us instead of 0.06). The barriers carry the
+    order between the threads of the program. ``word`` is any mutable word of the control block:
+    where there is no PTX an acq_rel atomic on it stands for the fence.
+    """
+    tl.debug_barrier()
+    if has_ptx():
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; mov.b32 $0, $1;",
+            "=r,r",
+            [tl.full((), 0, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.atomic_add(word, tl.full((), 0, tl.int64), sem="acq_rel")
+    tl.debug_barrier()

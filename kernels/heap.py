@@ -14,13 +14,14 @@ Owns the slot bits: bit s of a slab page is set while slot s is live.
 import triton
 import triton.language as tl
 
-from .atomics import atomic_cas, atomic_load
+from .atomics import atomic_cas, atomic_load, fence
 from .bits import low_mask, lsr, mix, popcount, select_bit
 from .layout import (
     E_DOUBLE_FREE,
     E_INVALID_ARGUMENT,
     E_INVALID_FREE,
     E_OUT_OF_MEMORY,
+    ERRORS,
     G_BASE,
     G_PAGES,
     G_STRIPES,
@@ -111,7 +112,7 @@ def take_tickets(heap, cls, active):
     stripe = program_index() & (load_geometry(heap, G_STRIPES).to(tl.int32) - 1)
     leader, grouped, acts, count, rank = group_of(cls, active)
     ptr = stripe_ptr(heap, cls, stripe)
-    old = tl.atomic_add(ptr, -count.to(tl.int64), mask=acts, sem="acquire")
+    old = tl.atomic_add(ptr, -count.to(tl.int64), mask=acts, sem="relaxed")
     word = tl.where(grouped, pick(old, leader), old)
     return word, rank
 
@@ -168,8 +169,7 @@ def claim_slots(heap, word, rank, cls, active):
     while left > 0:
         at = slot >> 6
         bit = tl.full(slot.shape, 1, tl.int64) << (slot & 63).to(tl.int64)
-        # Acquire: what the slot's last owner wrote is ordered before what we will write.
-        old = tl.atomic_or(bits_ptr + at, bit, mask=todo, sem="acquire")
+        old = tl.atomic_or(bits_ptr + at, bit, mask=todo, sem="relaxed")
         todo = todo & ((old & bit) != 0)
         left = count_lanes(todo)
         if left > 0:
@@ -211,8 +211,8 @@ def malloc_lanes(heap, nbytes, active):
     if count_lanes(unhappy) > 0:
         report_lanes(heap, E_INVALID_ARGUMENT, active & (nbytes < 0), addr, nbytes)
         report_lanes(heap, E_OUT_OF_MEMORY, asks & (addr == 0), addr, nbytes)
-    # The acquires above were made by single threads; all threads of the program may now write.
-    tl.debug_barrier()
+    # What the last owners wrote happens before anything we will.
+    fence(heap + ERRORS)
     return addr
 
 
@@ -225,7 +225,8 @@ def malloc_run(heap, length):
         if page >= 0:
             tl.atomic_add(heap + RUNS, length * 0 + 1, sem="relaxed")
             # Added, not stored: a free of a wrong address may have pinned the page.
-            tl.atomic_add(page_word_ptr(heap, page), length + (KIND_RUN << KIND_SHIFT))
+            state = length + (KIND_RUN << KIND_SHIFT)
+            tl.atomic_add(page_word_ptr(heap, page), state, sem="relaxed")
             addr = load_geometry(heap, G_BASE) + (page.to(tl.int64) << PAGE_LOG2)
     return addr
 
@@ -260,20 +261,22 @@ def free_lanes(heap, addr, active):
     ptr = page_word_ptr(heap, page)
     leader, grouped, acts, count, _rank = group_of(page, inside)
 
+    # What this program wrote happens before anything the next owner does.
+    fence(heap + ERRORS)
+
     # Pin: from here to the unpin below no slab among these pages is retired.
     pin = tl.full(addr.shape, PIN, tl.int64)
-    old = tl.atomic_add(ptr, pin, mask=acts, sem="acquire")
+    old = tl.atomic_add(ptr, pin, mask=acts, sem="relaxed")
     state = tl.where(grouped, pick(old, leader), old)
     state = tl.where(inside, state, 0)
     slab = is_slab(state)
     slot, exact = slot_of(state, within)
     tracked = slab & exact
 
-    # Clear the live bits. The barrier puts the uses of all threads before the release.
-    tl.debug_barrier()
+    # Clear the live bits.
     bit = tl.full(addr.shape, 1, tl.int64) << (slot & 63).to(tl.int64)
     live = tl.atomic_and(
-        slot_bits_ptr(heap, page) + (slot >> 6), bit ^ -1, mask=tracked, sem="release"
+        slot_bits_ptr(heap, page) + (slot >> 6), bit ^ -1, mask=tracked, sem="relaxed"
     )
     freed = tracked & ((live & bit) != 0)
 
@@ -282,7 +285,7 @@ def free_lanes(heap, addr, active):
     lane = tl.arange(0, addr.shape[0])
     total = tl.where(lane == leader, tl.sum(tl.where(grouped, ones, 0), axis=0), ones)
     change = total.to(tl.int64) - PIN
-    now = tl.atomic_add(ptr, change, mask=acts, sem="acq_rel") + change
+    now = tl.atomic_add(ptr, change, mask=acts, sem="relaxed") + change
     now = tl.where(acts, now, 0)
     asks = is_idle(now) | is_hidden(now)
 

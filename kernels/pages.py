@@ -14,8 +14,10 @@ Linearisation
     take: the compare-and-swap (or the `and`, for one page) that clears the bits.
     give: the `or` that sets them. Failure: see `collect`.
 Order
-    give is release, take acquire, both through the same page word: what the old owner did before
-    giving happens before what the new owner does. (All atomics here are acq_rel: slow path.)
+    Every atomic is relaxed; `fence` orders. Who gives has fenced after learning that the pages
+    are unused; who takes fences before it hands them on. So through the page bits, what the old
+    owner did happens before what the new owner does. A give is fenced before its epoch moves, and
+    `collect` is fenced on both sides, so that a search lies between two collects.
 Reuse (ABA)
     A compare-and-swap of page bits that succeeds on a value which changed and came back is
     right: the value says which pages are free, whoever freed them.
@@ -26,7 +28,7 @@ Progress
 import triton
 import triton.language as tl
 
-from .atomics import atomic_cas, atomic_load
+from .atomics import atomic_cas, atomic_load, fence
 from .bits import floor_log2, low_mask, lowest_bit, lsr, mix, popcount, run_starts, select_bit
 from .layout import (
     CHUNK_PAGES,
@@ -58,21 +60,24 @@ def transit_ptr(heap):
 def enter_transit(heap):
     """Announce that this program will hold memory which it may put back."""
     ptr = transit_ptr(heap)
-    tl.atomic_add(ptr, tl.full((), IN_HAND, tl.int64))
+    tl.atomic_add(ptr, tl.full((), IN_HAND, tl.int64), sem="relaxed")
+    fence(ptr)
 
 
 @triton.jit
 def leave_transit(heap, put_back):
     """Undo :func:`enter_transit`; ``put_back`` (0 or 1) says whether memory became free again."""
     ptr = transit_ptr(heap)
-    tl.atomic_add(ptr, put_back.to(tl.int64) - IN_HAND)
+    fence(ptr)
+    tl.atomic_add(ptr, put_back.to(tl.int64) - IN_HAND, sem="relaxed")
 
 
 @triton.jit
 def bump_epoch(heap):
     """Say that memory became free. Comes after the memory can be found."""
     ptr = transit_ptr(heap)
-    tl.atomic_add(ptr, tl.full((), 1, tl.int64))
+    fence(ptr)
+    tl.atomic_add(ptr, tl.full((), 1, tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -84,7 +89,9 @@ def collect(heap):
     is the linearisation point of a failed malloc.
     """
     lane = tl.arange(0, TRANSIT_STRIPES)
+    fence(heap + TRANSIT)
     words = atomic_load(heap + TRANSIT + lane * TRANSIT_STRIDE)
+    fence(heap + TRANSIT)
     in_hand = tl.sum(words >> 44, axis=0)
     epochs = tl.sum(words & (IN_HAND - 1), axis=0)
     return tl.where(in_hand == 0, epochs, epochs * 0 - 1)
@@ -94,15 +101,16 @@ def collect(heap):
 def give_pages(heap, chunk, bits, active):
     """Set page bits: the pages become free. Blocks of 64 lanes; inactive lanes do nothing.
 
-    Every hint that the word now deserves is set, not only the new ones: another give may have
+    The caller has fenced since it learnt that nobody uses the pages any more. Every hint that
+    the word now deserves is set, not only the new ones: another give may have
     raised the word before and not yet have set its hints, and this one must be findable when it
     returns.
     """
-    old = tl.atomic_or(page_bits_ptr(heap, chunk), bits, mask=active)
+    old = tl.atomic_or(page_bits_ptr(heap, chunk), bits, mask=active, sem="relaxed")
     run = tl.where(active, old | bits, 0)
     bit = (bits & 0) + 1 << (chunk & 63).to(tl.int64)
     for order in tl.static_range(ORDERS):
-        tl.atomic_or(hint_ptr(heap, order, chunk), bit, mask=run != 0)
+        tl.atomic_or(hint_ptr(heap, order, chunk), bit, mask=run != 0, sem="relaxed")
         run = run & lsr(run, 1 << order)
     bump_epoch(heap)
 
@@ -126,12 +134,13 @@ def drop_hints(heap, row_ptr, chunk, stale, order):
     enter_transit(heap)
     one = (chunk & 0).to(tl.int64) + 1
     mask_bits = tl.sum(tl.where(stale, one << lane, 0), axis=0)
-    tl.atomic_and(row_ptr, mask_bits ^ -1)
+    tl.atomic_and(row_ptr, mask_bits ^ -1, sem="relaxed")
+    fence(row_ptr)
     now = atomic_load(page_bits_ptr(heap, chunk), stale)
     again = stale & (run_starts(now, (order * 0 + 1) << order) != 0)
     again_bits = tl.sum(tl.where(again, one << lane, 0), axis=0)
     if again_bits != 0:
-        tl.atomic_or(row_ptr, again_bits)
+        tl.atomic_or(row_ptr, again_bits, sem="relaxed")
     leave_transit(heap, (again_bits != 0).to(tl.int32))
 
 
@@ -193,7 +202,7 @@ def take_within_chunk(heap, n):
                 free = tl.minimum(popcount(start), width)
                 at = select_bit(start, (salt >> 8) % free)
                 bit = tl.full((), 1, tl.int64) << at.to(tl.int64)
-                old = tl.atomic_and(ptr, bit ^ -1)
+                old = tl.atomic_and(ptr, bit ^ -1, sem="relaxed")
                 if (old & bit) != 0:
                     page = target * 64 + at
             else:
@@ -346,8 +355,6 @@ def take_pages(heap, n):
         page = take_within_chunk(heap, n)
     elif n.to(tl.int64) <= load_geometry(heap, G_PAGES):
         page = take_chunks(heap, n)
-    if page >= 0:
-        count_pages(heap, n)
     return page
 
 

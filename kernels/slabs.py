@@ -24,9 +24,11 @@ Why pins
     address has no slot; without a pin the page could be retired and cut anew between its look at
     the page word and its clearing of the bit, and it would clear a stranger's bit.
 Order
-    Payload: free clears the bit with release, malloc claims it with acquire, same word. Across a
-    retirement: bit (release) -> count (acq_rel) -> retire (acq_rel) -> page bits -> open ->
-    stripe exchange (acq_rel) -> ticket (acquire).
+    Every atomic is relaxed; `fence` orders. Free fences before it touches anything, so the
+    payload happens before the clearing of the bit and before the count. Malloc fences after its
+    claim, so it comes after the clearing of the bit that it claimed. Across a retirement: count
+    -> fence of the retirer -> page bits -> fence of the refill -> stripe word -> ticket -> fence
+    of the malloc. Credits that go back (detach) pass a fence too.
 Reuse (ABA)
     Compare-and-swaps of page words compare the whole state; an equal state is an equal right,
     whatever happened in between. Stripe words are never compared.
@@ -38,7 +40,7 @@ Progress
 import triton
 import triton.language as tl
 
-from .atomics import atomic_cas, atomic_load
+from .atomics import atomic_cas, atomic_load, fence
 from .bits import lsr, mix, popcount, select_bit
 from .layout import (
     ATTACHED,
@@ -78,6 +80,7 @@ from .pages import (
     give_pages,
     leave_transit,
     take_pages,
+    transit_ptr,
 )
 
 FLUSH_IDLE = tl.constexpr(0)  # only batches with a page that is free as a whole
@@ -119,6 +122,7 @@ def settle(heap, chunk, bits):
     mine = (lsr(bits, lane.to(tl.int64)) & 1) != 0
     retired = mine & (lane < 0)
     going = tl.sum(mine.to(tl.int32), axis=0) > 0
+    row_fence = transit_ptr(heap)
     while going:
         word = atomic_load(ptr, mine)
         idle = mine & is_idle(word)
@@ -126,7 +130,8 @@ def settle(heap, chunk, bits):
         # The hint comes before the flag: whoever sees PUBLISHED may rely on it.
         row = hint_ptr(heap, ORDERS + page_class(word), chunk)
         bit = (word & 0) + 1 << (chunk & 63).to(tl.int64)
-        tl.atomic_or(row, bit, mask=hidden)
+        tl.atomic_or(row, bit, mask=hidden, sem="relaxed")
+        fence(row_fence)
         desired = tl.where(idle, 0, tl.where(hidden, word | PUBLISHED, word))
         expected = tl.where(idle | hidden, word, 0)
         desired = tl.where(idle | hidden, desired, 0)
@@ -140,6 +145,8 @@ def settle(heap, chunk, bits):
         one = (lane * 0 + 1).to(tl.int64)
         free = tl.sum(tl.where(retired, one << lane, 0), axis=0)
         count_pages(heap, -count)
+        # What the frees that made the pages idle came after is now before the give.
+        fence(row_fence)
         give_pages(heap, chunk + lane * 0, tl.where(lane == 0, free, 0), lane == 0)
     return count * 0
 
@@ -162,6 +169,8 @@ def detach(heap, cls, word):
     """
     page, batch, _fresh = stripe_place(word)
     if batch > 0:
+        # The credits' former owners happen before whoever draws them again.
+        fence(heap + GRANTED + cls)
         lane = tl.arange(0, 64)
         slots = class_slots(cls)
         credits = stripe_credits(word)
@@ -170,7 +179,7 @@ def detach(heap, cls, word):
         back = unissued_slots(batch, credits, slots, lane).to(tl.int64)
         mine = lane < batch
         ptr = page_word_ptr(heap, page + tl.where(mine, lane, 0))
-        now = tl.atomic_add(ptr, back - ATTACHED, mask=mine) + back - ATTACHED
+        now = tl.atomic_add(ptr, back - ATTACHED, mask=mine, sem="relaxed") + back - ATTACHED
         now = tl.where(mine, now, 0)
         ask = is_idle(now) | is_hidden(now)
         one = (lane * 0 + 1).to(tl.int64)
@@ -187,11 +196,12 @@ def drop_class_hint(heap, row, chunk, cls):
     ptr = hint_ptr(heap, row, chunk)
     bit = tl.full((), 1, tl.int64) << (chunk & 63).to(tl.int64)
     enter_transit(heap)
-    tl.atomic_and(ptr, bit ^ -1)
+    tl.atomic_and(ptr, bit ^ -1, sem="relaxed")
+    fence(ptr)
     words = atomic_load(page_word_ptr(heap, chunk * 64 + tl.arange(0, 64)))
     again = tl.max(drawable_slots(words, cls), axis=0) > 0
     if again:
-        tl.atomic_or(ptr, bit)
+        tl.atomic_or(ptr, bit, sem="relaxed")
     leave_transit(heap, again.to(tl.int32))
 
 
@@ -264,7 +274,8 @@ def open_batch(heap, cls, ptr):
         mine = lane < batch
         # Added, not stored: a free of a wrong address may have pinned the page.
         slab = (cls.to(tl.int64) << CLASS_SHIFT) + (ATTACHED + (KIND_SLAB << KIND_SHIFT))
-        tl.atomic_add(page_word_ptr(heap, page + tl.where(mine, lane, 0)), slab, mask=mine)
+        ptrs = page_word_ptr(heap, page + tl.where(mine, lane, 0))
+        tl.atomic_add(ptrs, slab, mask=mine, sem="relaxed")
         result = pack_stripe(page, batch, batch * 0 + 1, batch * class_slots(cls))
     return result
 
@@ -279,7 +290,7 @@ def steal(heap, cls, need):
     at = tl.min(tl.where((lane < stripes) & (stripe_credits(words) > 0), lane, 64), axis=0)
     result = tl.full((), 0, tl.int64)
     if at < 64:
-        old = tl.atomic_add(stripe_ptr(heap, cls, at), -need.to(tl.int64))
+        old = tl.atomic_add(stripe_ptr(heap, cls, at), -need.to(tl.int64), sem="relaxed")
         if stripe_credits(old) > 0:
             result = old
     return result
@@ -310,9 +321,8 @@ def flush(heap, index, end, mode):
             some = tl.max(tl.where(mine, free, 0), axis=0)
             if (mode == FLUSH_ALL) | ((mode == FLUSH_FREE) & (some > 0)) | (some >= slots):
                 enter_transit(heap)
-                old = tl.atomic_xchg(
-                    heap + STRIPES + next_at * STRIPE_STRIDE, tl.full((), 0, tl.int64)
-                )
+                ptr = heap + STRIPES + next_at * STRIPE_STRIDE
+                old = tl.atomic_xchg(ptr, tl.full((), 0, tl.int64), sem="relaxed")
                 detach(heap, cls, old)
                 leave_transit(heap, batch * 0 + 1)
                 dissolved += 1
@@ -323,17 +333,20 @@ def flush(heap, index, end, mode):
 
 
 @triton.jit
-def refill(heap, cls, ptr, need):
+def refill(heap, cls, ptr, need, again):
     """Find slots for a dry stripe, keep up to ``need`` for the caller, install the rest.
 
     Returns a stripe word as a ticket would have (the caller owns min(need, credits) of it), or 0.
-    Pages less than an eighth free are used only when no fresh page is to be had.
+    Pages less than an eighth free are used only when no fresh page is to be had. ``again`` != 0:
+    a search failed already; then nothing is announced unless a page may be free, for programs
+    that find the heap exhausted must leave each other in peace, or none would see the quiet pass
+    that ends its search.
     """
     word = draw(heap, cls, need * 0 + 1)
     if word == 0:
-        # Not even announced unless a page may be free: programs that find the heap exhausted
-        # must leave each other in peace, or none would see the quiet pass that ends its search.
-        index, _hints = first_hinted(heap, need * 0, need * 0)
+        index = need * 0
+        if again != 0:
+            index, _hints = first_hinted(heap, need * 0, need * 0)
         if index != FAR:
             enter_transit(heap)
             word = open_batch(heap, cls, ptr)
@@ -345,7 +358,12 @@ def refill(heap, cls, ptr, need):
         credits = stripe_credits(word)
         kept = tl.minimum(credits, need.to(tl.int64))
         tl.atomic_add(heap + GRANTED + cls, credits, sem="relaxed")
-        old = tl.atomic_xchg(ptr, word - kept)
+        # The slots' former owners, and our page words, happen before whoever takes a ticket.
+        fence(ptr)
+        old = tl.atomic_xchg(ptr, word - kept, sem="relaxed")
+        _page, batch, fresh = stripe_place(word)
+        if fresh != 0:
+            count_pages(heap, batch)
         detach(heap, cls, old)
         leave_transit(heap, need * 0 + 1)
     return word
@@ -367,14 +385,16 @@ def more_tickets(heap, cls, need, crossed):
     while polls > 0:
         polls -= 1
         if stripe_credits(atomic_load(ptr)) > 0:
-            old = tl.atomic_add(ptr, -need.to(tl.int64))
+            old = tl.atomic_add(ptr, -need.to(tl.int64), sem="relaxed")
             if stripe_credits(old) > 0:
                 result = old
             polls = polls * 0
     quiet = need * 0
     before = tl.full((), -1, tl.int64)
+    passes = need * 0
     while (result == 0) & (quiet < 2):
-        result = refill(heap, cls, ptr, need)
+        result = refill(heap, cls, ptr, need, passes)
+        passes += 1
         if result == 0:
             result = steal(heap, cls, need)
         if result == 0:
@@ -404,4 +424,6 @@ def take_run(heap, n):
             same = (gained == 0) & (after >= 0) & (after == before)
             quiet = tl.where(same, quiet + 1, 0)
             before = after
+    if page >= 0:
+        count_pages(heap, n)
     return page

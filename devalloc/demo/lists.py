@@ -63,10 +63,9 @@ def owner_of(ends, item, LANES: tl.constexpr):
     """
     lane = (item * 0).to(tl.int32)
     for level in tl.static_range(1, 13):
-        half: tl.constexpr = LANES >> level
-        if half > 0:
-            beyond = tl.gather(ends, lane + (half - 1), 0) <= item
-            lane = tl.where(beyond, lane + half, lane)
+        if (LANES >> level) > 0:
+            beyond = tl.gather(ends, lane + ((LANES >> level) - 1), 0) <= item
+            lane = tl.where(beyond, lane + (LANES >> level), lane)
     return lane
 
 
@@ -295,7 +294,7 @@ class AdjacencyLists:
         self.heap = heap
         self.vertices = vertices
         # The interpreter pays per operation, whatever its width; a GPU wants many programs.
-        self.lanes = lanes or (1024 if heap.device.type == "cpu" else 256)
+        self.lanes = lanes or (4096 if heap.device.type == "cpu" else 256)
         self.addresses = torch.zeros(vertices, dtype=torch.int64, device=heap.device)
         self.lengths = torch.zeros(vertices, dtype=torch.int32, device=heap.device)
         self.capacities = torch.zeros(vertices, dtype=torch.int32, device=heap.device)

@@ -1,0 +1,93 @@
+"""Files of measured rows: writing them as they come, and finding the newest."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+COLUMNS = (
+    "row",
+    "pattern",
+    "size",
+    "n",
+    "lanes",
+    "warps",
+    "op",
+    "unit",
+    "median",
+    "p20",
+    "p80",
+    "min",
+    "max",
+    "rounds",
+    "failures",
+    "check",
+    "peak_bytes",
+    "gpu",
+    "driver",
+    "cuda",
+    "torch",
+    "triton",
+    "python",
+    "commit",
+    "seed",
+    "heap_bytes",
+    "date",
+)
+
+
+class RowFile:
+    """A CSV file of rows, made with the first row; every row is on disk when `write` returns."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path: Path | None = None
+
+    def write(self, row: dict[str, object]) -> None:
+        first = self.path is None
+        if self.path is None:
+            self.path = self._new_path(row)
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, extrasaction="raise", lineterminator="\n")
+            if first:
+                writer.writeheader()
+            writer.writerow(row)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _new_path(self, row: dict[str, object]) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        gpu = str(row["gpu"]).lower().replace(" ", "-")
+        stem = f"{str(row['date'])[:10]}-{gpu}-{row['commit']}"
+        names = [stem, *(f"{stem}-{again}" for again in range(2, 1000))]
+        return next(p for p in (self.folder / f"{name}.csv" for name in names) if not p.exists())
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file, as text."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def newest(folder: Path = RESULTS) -> Path:
+    """The file with the youngest row, those of the interpreter aside.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the folder has none.
+    """
+    dated = []
+    for path in folder.glob("*.csv"):
+        rows = [row for row in read_rows(path) if row["gpu"] != "interpreter"]
+        if rows:
+            dated.append((max(row["date"] for row in rows), path))
+    if not dated:
+        raise FileNotFoundError(
+            f"no measured rows in {folder}: run python -m benchmarks.bench_device"
+        )
+    return max(dated)[1]

@@ -1,0 +1,107 @@
+"""What is compiled: user kernels in every shape, and the entry points of ``kernels/``.
+
+A case is a kernel, the types of its arguments, its constexprs and a number of warps. Its key, such
+as ``pair_lanes/w4``, followed by a target's, such as ``@cuda90``, names a line of budget.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+LANES = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel to compile.
+
+    Attributes
+    ----------
+    module, name : str
+        Where the kernel is.
+    types : mapping of str to str
+        Argument name to Triton type ("*i64", "i32"), for all but the constexprs.
+    warps : int
+        Warps per program.
+    constexprs : mapping of str to int
+    """
+
+    module: str
+    name: str
+    types: Mapping[str, str]
+    warps: int
+    constexprs: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        name = self.name
+        if not self.module.startswith("tests."):
+            name = f"{self.module.split('.')[-1]}.{name}"
+        return f"{name}/w{self.warps}"
+
+
+def user_case(name: str, types: Mapping[str, str], warps: int) -> Case:
+    constexprs = {"LANES": LANES} if name.endswith("_lanes") else {}
+    return Case("tests.compile.user_kernels", name, types, warps, constexprs)
+
+
+HEAP = {"heap": "*i64"}
+ONE = HEAP | {"out": "*i64", "nbytes": "i32"}
+MANY = HEAP | {"out": "*i64", "sizes": "*i64", "count": "i32"}
+ADDRS = HEAP | {"addrs": "*i64"}
+
+# The hot functions: measured at both ends of the range of common warp counts.
+HOT = {
+    "malloc_scalar": ONE,
+    "malloc_lanes": MANY,
+    "free_scalar": ADDRS,
+    "free_lanes": ADDRS | {"count": "i32"},
+    "pair_scalar": ONE,
+    "pair_lanes": MANY,
+}
+# The others: at one warp count, to know that they compile everywhere and do not spill.
+OTHER = {
+    "usable_size_scalar": ADDRS | {"out": "*i64"},
+    "usable_size_lanes": ADDRS | {"out": "*i64"},
+    "zeros_scalar": ONE,
+    "zeros_lanes": MANY,
+    "realloc_scalar": ADDRS | {"nbytes": "i32"},
+    "realloc_lanes": ADDRS | {"sizes": "*i64", "count": "i32"},
+}
+
+# Checks the counting itself, not the product.
+PROBE = user_case("probe_kernel", HEAP | {"out": "*i64"}, 4)
+
+# The kernels that the host launches, as it launches them: "module.name" -> list of
+# (types, warps, constexprs). A test demands an entry for every `*_kernel` of the project.
+REQUESTS = HEAP | {"sizes": "*i64", "addrs": "*i64", "n": "i32"}
+LISTS = {"address_ptr": "*i64", "length_ptr": "*i32", "capacity_ptr": "*i32"}
+BATCH = {"source_ptr": "*i32", "target_ptr": "*i32", "begin_ptr": "*i64", "end_ptr": "*i64"}
+SIZES = {"edges": "i32", "vertices": "i32"}
+BLOCK = {"BLOCK": LANES}
+WIDE = {"LANES": 256}
+ENTRY_POINTS: dict[str, list[tuple[dict[str, str], int, dict[str, int]]]] = {
+    "devalloc.kernels.upkeep.malloc_kernel": [(REQUESTS, 1, BLOCK)],
+    "devalloc.kernels.upkeep.free_kernel": [(REQUESTS, 1, BLOCK)],
+    "devalloc.kernels.upkeep.usable_size_kernel": [(REQUESTS, 1, BLOCK)],
+    "devalloc.kernels.upkeep.trim_kernel": [(HEAP | {"stripes": "i32"}, 1, {})],
+    "devalloc.demo.lists.insert_kernel": [
+        (HEAP | LISTS | BATCH | SIZES | {"accepted_ptr": "*i8"}, 4, WIDE)
+    ],
+    "devalloc.demo.lists.delete_kernel": [(HEAP | LISTS | BATCH | SIZES, 4, WIDE)],
+    "devalloc.demo.lists.gather_kernel": [
+        (LISTS | SIZES | {"offset_ptr": "*i64", "entry_out_ptr": "*i32"}, 4, WIDE)
+    ],
+    "devalloc.demo.lists.release_kernel": [(HEAP | LISTS | SIZES, 4, WIDE)],
+}
+
+
+def all_cases() -> list[Case]:
+    cases = [user_case(name, types, warps) for name, types in HOT.items() for warps in (1, 4)]
+    cases += [user_case(name, types, 4) for name, types in OTHER.items()] + [PROBE]
+    for path, variants in ENTRY_POINTS.items():
+        module, name = path.rsplit(".", 1)
+        for types, warps, constexprs in variants:
+            cases.append(Case(module, name, types, warps, constexprs))
+    return cases

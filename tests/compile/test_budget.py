@@ -1,0 +1,83 @@
+"""Every kernel compiles for every target, within the committed budget of resources.
+
+When a change is worth its price, regenerate the budget (see `tests.compile.update`) and say in
+the commit what was bought.
+"""
+
+import ast
+
+import pytest
+
+from tests.compile import budget
+from tests.compile.cases import ENTRY_POINTS, PROBE, all_cases
+from tests.compile.measure import ROOT, Measured, compile_seconds, measure_all
+
+TARGETS = ("cuda80", "cuda90", "cuda100", "gfx942")
+KEYS = [f"{case.key}@{target}" for case in all_cases() for target in TARGETS]
+MAX_EXTRA_SECONDS = 3.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measured:
+    return measure_all()
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_within_budget(measured: Measured, key: str) -> None:
+    row = measured[key]
+    assert "error" not in row, f"{key} does not compile: {row['error']}"
+    over = budget.excess(row, budget.load()[key])
+    assert not over, f"{key} exceeds its budget: {'; '.join(over)}"
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.endswith("/w4@cuda90")])
+def test_no_spills_at_four_warps(measured: Measured, key: str) -> None:
+    row = measured[key]
+    assert (row.get("spill_bytes"), row.get("cold_spill_bytes")) == (0, 0)
+
+
+def test_budget_has_no_stale_lines() -> None:
+    assert sorted(budget.load()) == sorted(KEYS)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_hot_and_cold_atomics_are_told_apart(measured: Measured, target: str) -> None:
+    row = measured[f"{PROBE.key}@{target}"]
+    assert row["atomics"] == {"add": 1, "or": 1}
+    assert row["cold_atomics"] == 1
+
+
+def test_a_planted_excess_is_found(measured: Measured) -> None:
+    row = measured[f"{PROBE.key}@cuda90"]
+    limits = budget.limits_of(row)
+    assert budget.excess(row, limits) == []
+    one_more = {**row, "atomics": {**row["atomics"], "planted": 1}}
+    assert budget.excess(one_more, limits) == [
+        f"atomics: {limits['atomics'] + 1}, budget {limits['atomics']}"
+    ]
+
+
+def test_compile_time_of_malloc_and_free() -> None:
+    seconds = compile_seconds()
+    for kernel in ("pair_scalar", "pair_lanes"):
+        extra = seconds[kernel] - seconds["empty_kernel"]
+        assert extra <= MAX_EXTRA_SECONDS, f"{kernel} compiles {extra:.1f} s longer than empty"
+
+
+def entry_points() -> set[str]:
+    """Return "module.name" of every function called `*_kernel` in the project's sources."""
+    found = set()
+    for folder, package in (("devalloc", "devalloc"), ("kernels", "devalloc.kernels")):
+        for path in (ROOT / folder).glob("**/*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            module = ".".join((package, *parts)).removesuffix(".__init__")
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                    found.add(f"{module}.{node.name}")
+    return found
+
+
+def test_every_entry_point_is_compiled() -> None:
+    assert entry_points() == set(ENTRY_POINTS)

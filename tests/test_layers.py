@@ -1,0 +1,172 @@
+"""Imports point downwards only.
+
+The tables below list the layers from the bottom up. A module may import modules of the layers
+below its own, and nothing else of this project. An entry covers the module or package of that
+name with all it contains; inside one package the only rule is that imports form no cycle.
+"""
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The device code, relative to devalloc.kernels.
+KERNEL_LAYERS = [
+    {"bits"},
+    {"layout", "atomics"},
+    {"record"},
+    {"pages"},
+    {"slabs"},
+    {"heap"},
+    {"upkeep"},
+    {"__init__"},
+]
+
+# The host code, relative to devalloc. "__init__" is the package's root and what it exports.
+HOST_LAYERS = [
+    {"errors", "_locate_kernels"},
+    {"sizes", "kernels"},
+    {"sources", "heap_state"},
+    {"heap"},
+    {"__init__"},
+    {"report"},
+    {"demo"},
+    {"cli"},
+]
+
+DEVICE = "devalloc.kernels"
+
+# What device code may import from outside the project.
+DEVICE_IMPORTS = {"__future__", "triton"}
+
+
+def sources() -> dict[str, Path]:
+    """Return every module of the project, as importable when installed, with its file."""
+    found = {}
+    for folder, package in (("devalloc", "devalloc"), ("kernels", "devalloc.kernels")):
+        for path in sorted((ROOT / folder).glob("**/*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+def imports(source: str, module: str, is_package: bool, modules: set[str]) -> Iterator[str]:
+    """Yield the modules that `source` imports, lazily or not; types-only imports do not count."""
+    tree = ast.parse(source)
+    typing_only = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for inner in ast.walk(node)
+    }
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if node in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) + 1 - node.level]
+                base = ".".join([*above, base] if base else above)
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                yield name if name in modules else base
+
+
+def layer_of(module: str, from_host: bool) -> tuple[str, int] | None:
+    """Return the entry that covers a module and its height, or None if the tables lack it.
+
+    To the host code the device code is one entry; to itself it has layers of its own.
+    """
+    package, layers = ("devalloc", HOST_LAYERS) if from_host else (DEVICE, KERNEL_LAYERS)
+    name = module.removeprefix(package).lstrip(".").partition(".")[0] or "__init__"
+    return next(((name, height) for height, layer in enumerate(layers) if name in layer), None)
+
+
+def violation(importer: str, imported: str) -> str | None:
+    """Return what is wrong with one import, or None."""
+    device = importer.startswith(DEVICE)
+    if imported.partition(".")[0] != "devalloc":
+        foreign = device and imported.partition(".")[0] not in DEVICE_IMPORTS
+        return f"device code {importer} imports {imported}" if foreign else None
+    if device and not imported.startswith(DEVICE):
+        return f"device code {importer} imports the host's {imported}"
+    own = layer_of(importer, from_host=not device)
+    target = layer_of(imported, from_host=not device)
+    if own is None or target is None:
+        return f"{importer if own is None else imported} is in no layer"
+    if own[0] == target[0] or target[1] < own[1]:
+        return None
+    return f"{importer} imports {imported}, which is not below it"
+
+
+def graph() -> dict[str, set[str]]:
+    found = sources()
+    return {
+        module: set(imports(path.read_text(), module, path.name == "__init__.py", set(found)))
+        for module, path in found.items()
+    }
+
+
+def test_imports_point_downwards() -> None:
+    wrong = [
+        message
+        for importer, imported in graph().items()
+        for message in (violation(importer, name) for name in sorted(imported))
+        if message
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_module_is_in_a_layer() -> None:
+    unknown = [
+        module
+        for module in sources()
+        if layer_of(module, from_host=not module.startswith(DEVICE)) is None
+    ]
+    assert not unknown, f"add to the tables of {Path(__file__).name}: {unknown}"
+
+
+def test_imports_form_no_cycle() -> None:
+    modules = graph()
+    inside = {module: found & set(modules) - {module} for module, found in modules.items()}
+    list(TopologicalSorter(inside).static_order())
+
+
+@pytest.mark.parametrize(
+    ("importer", "statement"),
+    [
+        ("devalloc.kernels.bits", "from devalloc.kernels.heap import malloc"),
+        ("devalloc.kernels.bits", "from . import slabs"),
+        ("devalloc.kernels.layout", "import torch"),
+        ("devalloc.kernels.heap", "from devalloc.errors import OutOfMemory"),
+        ("devalloc.sources.host", "from ..heap import Heap"),
+        ("devalloc.errors", "def late():\n    import devalloc"),
+        ("devalloc.heap", "from devalloc import report"),
+        ("devalloc.nowhere", "from devalloc import errors"),
+    ],
+)
+def test_a_planted_import_is_found(importer: str, statement: str) -> None:
+    known = {*sources(), "devalloc.report", "devalloc.kernels.slabs", "devalloc.heap"}
+    assert any(violation(importer, name) for name in imports(statement, importer, False, known))
+
+
+@pytest.mark.parametrize(
+    ("importer", "statement"),
+    [
+        ("devalloc.kernels.heap", "import triton.language as tl\nfrom . import bits, slabs"),
+        ("devalloc.heap", "import devalloc.kernels.upkeep, torch\nfrom .sources import host"),
+        ("devalloc.sources.host", "from devalloc.sources.base import Source"),
+        ("devalloc.demo.graph", "from devalloc import Heap"),
+    ],
+)
+def test_a_downward_import_is_let_pass(importer: str, statement: str) -> None:
+    known = {*sources(), "devalloc.sources.host", "devalloc.kernels.bits", "devalloc.kernels.slabs"}
+    names = list(imports(statement, importer, False, known))
+    assert [violation(importer, name) for name in names] == [None] * len(names)
