@@ -86,7 +86,7 @@ class Geometry:
     @staticmethod
     def of(pages: int) -> Geometry:
         stripes = min(64, max(1, 1 << (pages // 64).bit_length() >> 1))
-        max_batch = min(layout.MAX_BATCH.value, max(1, pages // (stripes * 8)))
+        max_batch = min(layout.MAX_BATCH.value, max(1, pages // (stripes * 64)))
         return Geometry(pages, stripes, max_batch)
 
     @property

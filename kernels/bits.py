@@ -68,6 +68,16 @@ def run_starts(x, n):
 
 
 @triton.jit
+def divide(x, d):
+    """``x // d`` for int32 ``x`` in [0, 2**18) and ``d`` in [1, 2**16), by a float reciprocal.
+
+    The quotient of (x + 1/2) / d is at least 1 / (2 d) away from an integer, and at most
+    2**18 / d * 2**-21 wrong. A third of the instructions of an integer division.
+    """
+    return ((x.to(tl.float32) + 0.5) * (1.0 / d.to(tl.float32))).to(tl.int32)
+
+
+@triton.jit
 def floor_log2(n):
     """Position of the highest set bit of ``n`` in [1, 2**24), from the exponent of its float."""
     return (n.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
-from .bits import low_mask, lsr, mix, popcount, select_bit
+from .bits import divide, low_mask, lsr, mix, popcount, select_bit
 from .layout import (
+    ATTACHED,
     E_DOUBLE_FREE,
     E_INVALID_ARGUMENT,
     E_INVALID_FREE,
@@ -24,6 +25,7 @@ from .layout import (
     ERRORS,
     G_BASE,
     G_PAGES,
+    G_SLOT_BITS,
     G_STRIPES,
     KIND_FREE,
     KIND_RUN,
@@ -33,15 +35,16 @@ from .layout import (
     PAGE_LOG2,
     PIN,
     PIN_SHIFT,
+    PUBLISHED,
     RUNS,
     SLOT_WORDS,
     class_bytes,
-    class_slots,
     load_geometry,
     page_bits_ptr,
     page_class,
     page_count,
     page_kind,
+    page_pins,
     page_word_ptr,
     program_index,
     size_class,
@@ -52,7 +55,7 @@ from .layout import (
 )
 from .pages import release_run
 from .record import record_error
-from .slabs import is_hidden, is_idle, is_slab, more_tickets, settle, take_run
+from .slabs import is_slab, more_tickets, settle, take_run
 
 
 # Lanes ----------------------------------------------------------------------------------------
@@ -78,20 +81,15 @@ def pick(values, lane):
 
 @triton.jit
 def group_of(key, active):
-    """The lanes that share the key of the first active lane.
+    """The lanes that share the key (int32, below 2**24) of the first active lane.
 
-    Returns ``(leader, grouped, acts, count, rank)``: the leader's lane; which lanes it acts for;
-    which lanes act at all (the leader, and every active lane outside the group for itself); for
-    each acting lane how many it acts for; each lane's rank among those it shares an act with.
+    Returns ``(leader, grouped)``: the leader is a lane; it acts for all grouped lanes.
     """
-    lane = tl.arange(0, key.shape[0])
-    leader = first_lane(active)
-    grouped = active & (key == pick(key, leader))
-    ones = grouped.to(tl.int32)
-    acts = active & ((lane == leader) | (grouped == 0))
-    count = tl.where(lane == leader, tl.sum(ones, axis=0), 1)
-    rank = tl.where(grouped, tl.cumsum(ones, axis=0) - 1, 0)
-    return leader, grouped, acts, count, rank
+    lane = tl.arange(0, key.shape[0]).to(tl.int64)
+    none: tl.constexpr = 1 << 40
+    first = tl.min(tl.where(active, (lane << 24) + key, none), axis=0)
+    grouped = active & (key == (first & 0xFFFFFF).to(tl.int32))
+    return (first >> 24).to(tl.int32), grouped
 
 
 @triton.jit
@@ -107,32 +105,35 @@ def report_lanes(heap, kind: tl.constexpr, flags, addr, size):
 
 
 @triton.jit
-def take_tickets(heap, cls, active):
+def take_tickets(heap, cls, active, stripes):
     """A stripe word and a rank for every active lane: it owns a slot if rank < credits."""
-    stripe = program_index() & (load_geometry(heap, G_STRIPES).to(tl.int32) - 1)
-    leader, grouped, acts, count, rank = group_of(cls, active)
-    ptr = stripe_ptr(heap, cls, stripe)
+    lane = tl.arange(0, cls.shape[0])
+    leader, grouped = group_of(cls, active)
+    ones = grouped.to(tl.int32)
+    place = tl.cumsum(ones, axis=0) - 1
+    count = tl.where(lane == leader, tl.sum(ones, axis=0), 1)
+    acts = active & ((lane == leader) | (grouped == 0))
+    ptr = stripe_ptr(heap, cls, program_index() & (stripes - 1))
     old = tl.atomic_add(ptr, -count.to(tl.int64), mask=acts, sem="relaxed")
     word = tl.where(grouped, pick(old, leader), old)
-    return word, rank
+    return word, tl.where(grouped, place, 0)
 
 
 @triton.jit
-def all_tickets(heap, cls, active):
-    """Like :func:`take_tickets`, but dry stripes are refilled. Also returns the lanes for which
-    the heap has nothing left."""
-    word, rank = take_tickets(heap, cls, active)
+def refill_tickets(heap, cls, word, rank, active):
+    """Tickets for the lanes whose stripe was dry. Returns all words and ranks anew, and the
+    lanes for which the heap has nothing left."""
     pending = active & (rank >= stripe_credits(word))
     crossed = pending & (stripe_credits(word) >= 0)
     failed = active & (active == 0)
     left = count_lanes(pending)
     while left > 0:
-        at = first_lane(pending)
-        wanted = pick(cls, at)
+        # Refills that are ours come first: whoever waits for us may be waited for by us.
+        duty = pending & crossed
+        wanted = pick(cls, first_lane(tl.where(count_lanes(duty) > 0, duty, pending)))
         same = pending & (cls == wanted)
         place = tl.cumsum(same.to(tl.int32), axis=0) - 1
-        duty = count_lanes(same & crossed)
-        more = more_tickets(heap, wanted, count_lanes(same), duty)
+        more = more_tickets(heap, wanted, count_lanes(same), count_lanes(same & crossed))
         credits = stripe_credits(more)
         got = same & (place < credits)
         word = tl.where(got, more, word)
@@ -145,41 +146,52 @@ def all_tickets(heap, cls, active):
     return word, rank, failed
 
 
+@triton.constexpr_function
+def claim_order(lanes):
+    """The order of a claim: acquire for a single lane, where it costs nothing; for a block
+    relaxed, and a fence behind all of it, because every element would pay (atomics.fence)."""
+    return "acquire" if lanes == 1 else "relaxed"
+
+
 @triton.jit
-def claim_slots(heap, word, rank, cls, active):
+def claim_slots(bits, word, rank, slots, active):
     """Turn tickets into slots: ``(page, slot)`` per lane, their bits set.
 
-    A ticket into a fresh batch names its slot; any other only promises one in its page. Either
-    way the bit is claimed by an `or` that says whether it was clear. If it was not, the word that
-    came back shows which bits are, and the next try takes one of those. Tickets are accounted,
-    so a clear bit is always there.
+    A ticket into a fresh batch names its slot; any other only promises one in its page, and the
+    search for it begins at a hashed place. Either way the bit is claimed by an `or` that says
+    whether it was clear. If it was not, the word that came back shows which bits are, and the
+    next try takes one of those. Tickets are accounted, so a clear bit is always there. ``bits``
+    points to the slot bits of page 0.
     """
     first, batch, fresh = stripe_place(word)
-    slots = class_slots(cls)
     ticket = batch * slots - stripe_credits(word).to(tl.int32) + rank
     # Inactive lanes must index nothing wild.
+    salt = mix(program_index() * 4096 + tl.arange(0, slots.shape[0]))
+    ticket = tl.where(fresh != 0, ticket, (salt & 0xFFFF) * slots >> 16)
     ticket = tl.where(active, ticket, 0)
-    hashed = mix(ticket) % slots
-    page = tl.where(active, first, 0) + tl.where(fresh != 0, ticket // slots, 0)
-    slot = tl.where(fresh != 0, ticket % slots, hashed)
+    step = divide(ticket, slots)
+    page = tl.where(active, first + step, 0)
+    slot = ticket - step * slots
+    ptr = bits + page.to(tl.int64) * SLOT_WORDS
+    bit = tl.full(slot.shape, 1, tl.int64) << (slot & 63).to(tl.int64)
+    sem: tl.constexpr = claim_order(slot.shape[0])
+    old = tl.atomic_or(ptr + (slot >> 6), bit, mask=active, sem=sem)
+    lost = active & ((old & bit) != 0)
+    left = count_lanes(lost)
     words = (slots + 63) >> 6
-    bits_ptr = slot_bits_ptr(heap, page)
-    todo = active
-    left = count_lanes(todo)
     while left > 0:
         at = slot >> 6
+        valid = low_mask(tl.minimum(slots - at * 64, 64).to(tl.int64))
+        clear = (old ^ -1) & valid
+        choices = popcount(clear)
+        here = at * 64 + select_bit(clear, salt % tl.maximum(choices, 1))
+        next_word = tl.where(at + 1 < words, at + 1, 0) * 64
+        slot = tl.where(lost, tl.where(choices > 0, here, next_word), slot)
         bit = tl.full(slot.shape, 1, tl.int64) << (slot & 63).to(tl.int64)
-        old = tl.atomic_or(bits_ptr + at, bit, mask=todo, sem="relaxed")
-        todo = todo & ((old & bit) != 0)
-        left = count_lanes(todo)
-        if left > 0:
-            valid = low_mask(tl.minimum(slots - at * 64, 64).to(tl.int64))
-            clear = (old ^ -1) & valid
-            choices = popcount(clear)
-            here = at * 64 + select_bit(clear, mix(slot + rank) % tl.maximum(choices, 1))
-            next_word = tl.where(at + 1 < words, at + 1, 0) * 64
-            retry = tl.where(choices > 0, here, next_word)
-            slot = tl.where(todo, retry, slot)
+        old = tl.atomic_or(ptr + (slot >> 6), bit, mask=lost, sem=sem)
+        lost = lost & ((old & bit) != 0)
+        left = count_lanes(lost)
+        salt = mix(salt)
     return page, slot
 
 
@@ -187,16 +199,39 @@ def claim_slots(heap, word, rank, cls, active):
 def malloc_lanes(heap, nbytes, active):
     """:func:`malloc` for a block of int64 sizes; inactive lanes give 0."""
     base = load_geometry(heap, G_BASE)
+    stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
+    bits = heap + load_geometry(heap, G_SLOT_BITS)
     asks = active & (nbytes > 0)
     small = asks & (nbytes <= MAX_SLOT)
-    cls = size_class(tl.where(small, nbytes, 1))
-    word, rank, failed = all_tickets(heap, cls, small)
+    cls = size_class(tl.where(small, nbytes, 1).to(tl.int32))
+    size = class_bytes(cls)
+    slots = divide(size * 0 + PAGE_BYTES, size)
+    word, rank = take_tickets(heap, cls, small, stripes)
+    # One look decides whether anything out of the ordinary is asked for.
+    odd = tl.where(small, rank >= stripe_credits(word), active & (nbytes != 0))
+    unusual = count_lanes(odd)
+    failed = active & (active == 0)
+    if unusual > 0:
+        word, rank, failed = refill_tickets(heap, cls, word, rank, small)
     placed = small & (failed == 0)
-    page, slot = claim_slots(heap, word, rank, cls, placed)
-    offset = (page.to(tl.int64) << PAGE_LOG2) + (slot * class_bytes(cls)).to(tl.int64)
+    page, slot = claim_slots(bits, word, rank, slots, placed)
+    offset = (page.to(tl.int64) << PAGE_LOG2) + (slot * size).to(tl.int64)
     addr = tl.where(placed, base + offset, 0)
+    if unusual > 0:
+        addr = malloc_large(heap, addr, nbytes, asks & (nbytes > MAX_SLOT))
+        report_lanes(heap, E_INVALID_ARGUMENT, active & (nbytes < 0), addr, nbytes)
+        report_lanes(heap, E_OUT_OF_MEMORY, asks & (addr == 0), addr, nbytes)
+    # What the last owners wrote happens before anything we will. (A run was fenced when taken.)
+    if nbytes.shape[0] == 1:
+        tl.debug_barrier()
+    else:
+        fence(heap + ERRORS)
+    return addr
 
-    large = asks & (nbytes > MAX_SLOT)
+
+@triton.jit
+def malloc_large(heap, addr, nbytes, large):
+    """``addr`` with the addresses of runs in the ``large`` lanes, one by one."""
     left = count_lanes(large)
     while left > 0:
         at = first_lane(large)
@@ -206,13 +241,6 @@ def malloc_lanes(heap, nbytes, active):
         addr = tl.where(here, run, addr)
         large = large & (here == 0)
         left = count_lanes(large)
-
-    unhappy = active & ((nbytes < 0) | (asks & (addr == 0)))
-    if count_lanes(unhappy) > 0:
-        report_lanes(heap, E_INVALID_ARGUMENT, active & (nbytes < 0), addr, nbytes)
-        report_lanes(heap, E_OUT_OF_MEMORY, asks & (addr == 0), addr, nbytes)
-    # What the last owners wrote happens before anything we will.
-    fence(heap + ERRORS)
     return addr
 
 
@@ -225,6 +253,7 @@ def malloc_run(heap, length):
         if page >= 0:
             tl.atomic_add(heap + RUNS, length * 0 + 1, sem="relaxed")
             # Added, not stored: a free of a wrong address may have pinned the page.
+            fence(heap + RUNS)
             state = length + (KIND_RUN << KIND_SHIFT)
             tl.atomic_add(page_word_ptr(heap, page), state, sem="relaxed")
             addr = load_geometry(heap, G_BASE) + (page.to(tl.int64) << PAGE_LOG2)
@@ -246,20 +275,24 @@ def locate(heap, addr, active):
 
 @triton.jit
 def slot_of(state, within):
-    """``(slot, exact)``: which slot of a slab page an offset lies in, and whether it begins one."""
-    cls = page_class(state)
-    size = class_bytes(cls)
-    slot = within // size
-    return slot, (slot * size == within) & (slot < class_slots(cls))
+    """``(slot, slots, exact)``: which slot of a slab page an offset lies in, how many the page
+    has, and whether the offset begins the slot."""
+    size = class_bytes(page_class(state))
+    slots = divide(size * 0 + PAGE_BYTES, size)
+    slot = divide(within, size)
+    return slot, slots, (slot * size == within) & (slot < slots)
 
 
 @triton.jit
 def free_lanes(heap, addr, active):
     """:func:`free` for a block of int64 addresses."""
+    lane = tl.arange(0, addr.shape[0])
     active = active & (addr != 0)
+    bits = heap + load_geometry(heap, G_SLOT_BITS)
     inside, page, within = locate(heap, addr, active)
     ptr = page_word_ptr(heap, page)
-    leader, grouped, acts, count, _rank = group_of(page, inside)
+    leader, grouped = group_of(page, inside)
+    acts = inside & ((lane == leader) | (grouped == 0))
 
     # What this program wrote happens before anything the next owner does.
     fence(heap + ERRORS)
@@ -268,31 +301,30 @@ def free_lanes(heap, addr, active):
     pin = tl.full(addr.shape, PIN, tl.int64)
     old = tl.atomic_add(ptr, pin, mask=acts, sem="relaxed")
     state = tl.where(grouped, pick(old, leader), old)
-    state = tl.where(inside, state, 0)
-    slab = is_slab(state)
-    slot, exact = slot_of(state, within)
-    tracked = slab & exact
+    slot, slots, exact = slot_of(state, within)
+    tracked = inside & is_slab(state) & exact
 
     # Clear the live bits.
     bit = tl.full(addr.shape, 1, tl.int64) << (slot & 63).to(tl.int64)
-    live = tl.atomic_and(
-        slot_bits_ptr(heap, page) + (slot >> 6), bit ^ -1, mask=tracked, sem="relaxed"
-    )
+    word_ptr = bits + page.to(tl.int64) * SLOT_WORDS + (slot >> 6)
+    live = tl.atomic_and(word_ptr, bit ^ -1, mask=tracked, sem="relaxed")
     freed = tracked & ((live & bit) != 0)
 
     # Count what was freed and unpin, in one addition per page.
     ones = freed.to(tl.int32)
-    lane = tl.arange(0, addr.shape[0])
     total = tl.where(lane == leader, tl.sum(tl.where(grouped, ones, 0), axis=0), ones)
     change = total.to(tl.int64) - PIN
     now = tl.atomic_add(ptr, change, mask=acts, sem="relaxed") + change
-    now = tl.where(acts, now, 0)
-    asks = is_idle(now) | is_hidden(now)
+    # Until the unpin the page was the slab that we saw; now it may be for us to settle.
+    detached = acts & is_slab(now) & ((now & ATTACHED) == 0)
+    idle = (page_pins(now) == 0) & (page_count(now) == slots)
+    hidden = ((now & PUBLISHED) == 0) & (page_count(now) > 0)
+    asks = detached & (idle | hidden)
 
-    run = inside & (page_kind(state) == KIND_RUN) & (within == 0)
-    unusual = active & ((freed == 0) | asks)
-    if count_lanes(unusual | asks) > 0:
+    odd = asks | (active & (freed == 0))
+    if count_lanes(odd) > 0:
         finish_frees(heap, page, asks)
+        run = inside & (page_kind(state) == KIND_RUN) & (within == 0)
         freed = freed | free_runs(heap, page, run)
         wrong = active & (freed == 0)
         if count_lanes(wrong) > 0:
@@ -434,7 +466,7 @@ def usable_size(heap, addr, mask=None):
 def usable_lanes(heap, addr, active):
     inside, page, within = locate(heap, addr, active)
     state = atomic_load(page_word_ptr(heap, page), inside)
-    slot, exact = slot_of(state, within)
+    slot, _slots, exact = slot_of(state, within)
     slab = is_slab(state) & exact
     bits = atomic_load(slot_bits_ptr(heap, page) + (slot >> 6), slab)
     live = slab & ((lsr(bits, (slot & 63).to(tl.int64)) & 1) != 0)

@@ -25,7 +25,7 @@ Page word (bit 63 is never set, so -1 never equals one):
     0..23   count   free slots that are no stripe's credits (slab), or length in pages (run)
     24..29  class   size class (slab)
     30      ATTACHED    the page belongs to the batch of a stripe
-    31      PUBLISHED   the class's hint for this chunk was set after count became positive
+    31      PUBLISHED   a search for the class will find this page: the chunk's hint is set
     32..33  kind    FREE (also: inside a run), SLAB, RUN
     34..62  pins    frees at work on this page; a slab with pins is never retired
 
@@ -39,6 +39,8 @@ Stripe word: a batch of pages and how many of its slots are still to be handed o
 
 import triton
 import triton.language as tl
+
+from .bits import divide, floor_log2
 
 MAGIC = 0x0DE7A110C0000001
 
@@ -157,13 +159,11 @@ def program_index():
 @triton.jit
 def size_class(nbytes):
     """Class (int32) of requests of ``nbytes`` in [1, MAX_SLOT] (int32)."""
-    n = nbytes.to(tl.int32)
-    low = tl.maximum(n - 1, 0)
-    e = (tl.maximum(low, 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-    shift = tl.maximum(e - 2, 0)
-    middle = 8 + (e - 7) * 4 + (low >> shift) - 4
-    high = 39 - PAGE_BYTES // ((low >> 4 << 4) + 16)
-    return tl.where(n <= 128, low >> 4, tl.where(n <= 8192, middle, high))
+    low = nbytes - 1
+    e = floor_log2(tl.maximum(low, 128))
+    middle = (e - 7) * 4 + (low >> (e - 2)) + 4
+    high = 39 - divide(low * 0 + PAGE_BYTES, ((low >> 4) << 4) + 16)
+    return tl.where(nbytes <= 128, low >> 4, tl.where(nbytes <= 8192, middle, high))
 
 
 @triton.jit
@@ -172,14 +172,15 @@ def class_bytes(cls):
     step = tl.maximum(cls - 8, 0)
     middle = (5 + (step & 3)) << tl.minimum(5 + (step >> 2), 16)
     pieces = tl.minimum(tl.maximum(39 - cls, 2), 7)
-    high = (PAGE_BYTES // pieces) >> 4 << 4
+    high = (divide(pieces * 0 + PAGE_BYTES, pieces) >> 4) << 4
     return tl.where(cls < 8, (cls + 1) * 16, tl.where(cls < 32, middle, high))
 
 
 @triton.jit
 def class_slots(cls):
     """Slots per page (int32) of class ``cls``."""
-    return PAGE_BYTES // class_bytes(cls)
+    size = class_bytes(cls)
+    return divide(size * 0 + PAGE_BYTES, size)
 
 
 # Fields ---------------------------------------------------------------------------------------

@@ -111,7 +111,8 @@ def give_pages(heap, chunk, bits, active):
     bit = (bits & 0) + 1 << (chunk & 63).to(tl.int64)
     for order in tl.static_range(ORDERS):
         tl.atomic_or(hint_ptr(heap, order, chunk), bit, mask=run != 0, sem="relaxed")
-        run = run & lsr(run, 1 << order)
+        if order + 1 < ORDERS:
+            run = run & lsr(run, 1 << order)
     bump_epoch(heap)
 
 
@@ -124,24 +125,32 @@ def count_pages(heap, pages):
 
 
 @triton.jit
-def drop_hints(heap, row_ptr, chunk, stale, order):
-    """Clear the hints of the ``stale`` lanes of one row word, unless they have become true.
+def lane_bits(flags):
+    """The flags of a block of 64 lanes as the bits of one word."""
+    lane = tl.arange(0, 64).to(tl.int64)
+    return tl.sum(flags.to(tl.int64) << lane, axis=0)
+
+
+@triton.jit(noinline=True)
+def drop_hints(heap, order, index, stale):
+    """Clear the ``stale`` bits of word ``index`` of hint row ``order``, unless they have become
+    true; returns 0.
 
     In transit meanwhile: a give that set the same hint between our look and our clearing has
     returned, and its pages must not be invisible to a search that then fails.
     """
     lane = tl.arange(0, 64)
+    row_ptr = hint_ptr(heap, order, index * 64)
     enter_transit(heap)
-    one = (chunk & 0).to(tl.int64) + 1
-    mask_bits = tl.sum(tl.where(stale, one << lane, 0), axis=0)
-    tl.atomic_and(row_ptr, mask_bits ^ -1, sem="relaxed")
+    tl.atomic_and(row_ptr, stale ^ -1, sem="relaxed")
     fence(row_ptr)
-    now = atomic_load(page_bits_ptr(heap, chunk), stale)
-    again = stale & (run_starts(now, (order * 0 + 1) << order) != 0)
-    again_bits = tl.sum(tl.where(again, one << lane, 0), axis=0)
-    if again_bits != 0:
-        tl.atomic_or(row_ptr, again_bits, sem="relaxed")
-    leave_transit(heap, (again_bits != 0).to(tl.int32))
+    suspect = (lsr(stale, lane.to(tl.int64)) & 1) != 0
+    now = atomic_load(page_bits_ptr(heap, index * 64 + lane), suspect)
+    again = lane_bits(run_starts(now, (order * 0 + 1) << order) != 0)
+    if again != 0:
+        tl.atomic_or(row_ptr, again, sem="relaxed")
+    leave_transit(heap, (again != 0).to(tl.int32))
+    return order * 0
 
 
 @triton.jit
@@ -164,7 +173,7 @@ def first_hinted(heap, row, cursor):
     return found, word
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def take_within_chunk(heap, n):
     """Take ``n`` in [1, 63] adjacent pages of one chunk. Returns the first page, -1 if none.
 
@@ -174,28 +183,31 @@ def take_within_chunk(heap, n):
     lane = tl.arange(0, 64)
     order = floor_log2(n)
     salt = mix(program_index())
-    width = tl.full((), 8, tl.int32)
+    width = tl.full((), 16, tl.int32)
     cursor = tl.full((), 0, tl.int32)
     page = tl.full((), -1, tl.int32)
     index, hints = first_hinted(heap, order, cursor)
     while (page < 0) & (index != FAR):
-        chunk = index * 64 + lane
-        hinted = (lsr(hints, lane.to(tl.int64)) & 1) != 0
-        words = atomic_load(page_bits_ptr(heap, chunk), hinted)
-        starts = run_starts(words, n)
-        fits = starts != 0
-        candidates = tl.sum(fits.to(tl.int32), axis=0)
-        if candidates == 0:
-            stale = hinted & (run_starts(words, (n * 0 + 1) << order) == 0)
-            if tl.sum(stale.to(tl.int32), axis=0) > 0:
-                drop_hints(heap, hint_ptr(heap, order, index * 64), chunk, stale, order)
-            cursor = index + 1
-        else:
-            nth = salt % tl.minimum(candidates, width)
-            chosen = fits & (tl.cumsum(fits.to(tl.int32), axis=0) - 1 == nth)
-            target = tl.sum(tl.where(chosen, chunk, 0), axis=0)
-            word = tl.sum(tl.where(chosen, words, 0), axis=0)
-            start = tl.sum(tl.where(chosen, starts, 0), axis=0)
+        # One hinted chunk is looked at alone; mostly it serves.
+        target = index * 64 + select_bit(hints, salt % tl.minimum(popcount(hints), width))
+        word = atomic_load(page_bits_ptr(heap, target))
+        start = run_starts(word, n)
+        if start == 0:
+            # If not, all 64 of the hint word at once.
+            hinted = (lsr(hints, lane.to(tl.int64)) & 1) != 0
+            words = atomic_load(page_bits_ptr(heap, index * 64 + lane), hinted)
+            fits = lane_bits(run_starts(words, n) != 0)
+            if fits == 0:
+                stale = hints & (lane_bits(run_starts(words, (n * 0 + 1) << order) != 0) ^ -1)
+                if stale != 0:
+                    drop_hints(heap, order, index, stale)
+                cursor = index + 1
+            else:
+                at = select_bit(fits, salt % tl.minimum(popcount(fits), width))
+                word = tl.sum(tl.where(lane == at, words, 0), axis=0)
+                target = index * 64 + at
+                start = run_starts(word, n)
+        if start != 0:
             ptr = page_bits_ptr(heap, target)
             if n == 1:
                 # Clearing one bit needs no agreement on the others.
@@ -287,7 +299,7 @@ def give_run(heap, page, n):
         done += 64 * CHUNK_PAGES
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def take_chunks(heap, n):
     """Take ``n`` >= 64 adjacent pages, beginning at a chunk. Returns the first page, -1 if none.
 
@@ -300,7 +312,6 @@ def take_chunks(heap, n):
     words = load_geometry(heap, G_ROW_WORDS).to(tl.int32)
     chunks = (load_geometry(heap, G_PAGES).to(tl.int32) + CHUNK_PAGES - 1) >> 6
     last = chunks - count - (rest != 0).to(tl.int32)
-    lane = tl.arange(0, 64)
     page = tl.full((), -1, tl.int32)
     chunk = tl.full((), 0, tl.int32)
     length = tl.full((), 0, tl.int32)  # hinted chunks just before `chunk`
@@ -319,9 +330,8 @@ def take_chunks(heap, n):
             free = whole_chunks(heap, start, count)
             if free < count:
                 bad = start + free
-                group = (bad >> 6 << 6) + lane
-                stale = group == bad
-                drop_hints(heap, hint_ptr(heap, ORDERS - 1, bad), group, stale, count * 0 + 6)
+                bit = tl.full((), 1, tl.int64) << (bad & 63).to(tl.int64)
+                drop_hints(heap, count * 0 + (ORDERS - 1), bad >> 6, bit)
                 length -= free + 1
             else:
                 if rest != 0:
@@ -343,7 +353,7 @@ def take_chunks(heap, n):
     return page
 
 
-@triton.jit(noinline=True)
+@triton.jit
 def take_pages(heap, n):
     """Take ``n`` >= 1 adjacent pages (int32). Returns the first page (int32), -1 if none.
 

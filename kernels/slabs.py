@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
-from .bits import lsr, mix, popcount, select_bit
+from .bits import lowest_bit, lsr, mix, popcount, select_bit
 from .layout import (
     ATTACHED,
     CLASS_SHIFT,
@@ -78,6 +78,7 @@ from .pages import (
     enter_transit,
     first_hinted,
     give_pages,
+    lane_bits,
     leave_transit,
     take_pages,
     transit_ptr,
@@ -87,7 +88,8 @@ FLUSH_IDLE = tl.constexpr(0)  # only batches with a page that is free as a whole
 FLUSH_FREE = tl.constexpr(1)  # every batch with a free slot
 FLUSH_ALL = tl.constexpr(2)
 
-POLLS = tl.constexpr(256)
+POLLS = tl.constexpr(1024)
+REFILLING = tl.constexpr(-1)  # stripe word without a batch and below zero: somebody refills
 
 
 @triton.jit
@@ -113,7 +115,7 @@ def settle(heap, chunk, bits):
     """Do what the page words of one chunk (int32; ``bits`` says which pages) ask for: retire
     those that are idle, publish those with free slots that no search would find. Returns 0.
 
-    Whoever makes a page idle or hidden by its last change of the page word calls this. The state
+    Whoever makes a page idle or hidden by its change of the page word calls this. The state
     is read anew; a failed compare-and-swap means it changed again, so it is looked at again.
     """
     lane = tl.arange(0, 64)
@@ -142,8 +144,7 @@ def settle(heap, chunk, bits):
         going = tl.sum(mine.to(tl.int32), axis=0) > 0
     count = tl.sum(retired.to(tl.int32), axis=0)
     if count > 0:
-        one = (lane * 0 + 1).to(tl.int64)
-        free = tl.sum(tl.where(retired, one << lane, 0), axis=0)
+        free = lane_bits(retired)
         count_pages(heap, -count)
         # What the frees that made the pages idle came after is now before the give.
         fence(row_fence)
@@ -169,40 +170,56 @@ def detach(heap, cls, word):
     """
     page, batch, _fresh = stripe_place(word)
     if batch > 0:
-        # The credits' former owners happen before whoever draws them again.
-        fence(heap + GRANTED + cls)
         lane = tl.arange(0, 64)
         slots = class_slots(cls)
         credits = stripe_credits(word)
         unused = tl.maximum(credits, 0)
         tl.atomic_add(heap + GRANTED + cls, -unused, sem="relaxed")
+        # The hint before the flag: whoever sees PUBLISHED may rely on it. The same fence puts the
+        # credits' former owners before whoever draws them again.
+        bit = tl.full((), 1, tl.int64) << (page >> 6 & 63).to(tl.int64)
+        tl.atomic_or(hint_ptr(heap, ORDERS + cls, page >> 6), bit, sem="relaxed")
+        fence(heap + GRANTED + cls)
         back = unissued_slots(batch, credits, slots, lane).to(tl.int64)
+        change = back + (PUBLISHED - ATTACHED)
         mine = lane < batch
         ptr = page_word_ptr(heap, page + tl.where(mine, lane, 0))
-        now = tl.atomic_add(ptr, back - ATTACHED, mask=mine, sem="relaxed") + back - ATTACHED
-        now = tl.where(mine, now, 0)
-        ask = is_idle(now) | is_hidden(now)
-        one = (lane * 0 + 1).to(tl.int64)
-        bits = tl.sum(tl.where(ask, one << lane, 0), axis=0) << (page & 63).to(tl.int64)
-        if bits != 0:
-            settle(heap, page >> 6, bits)
+        now = tl.atomic_add(ptr, change, mask=mine, sem="relaxed") + change
+        idle = lane_bits(mine & is_idle(now))
+        if idle != 0:
+            settle(heap, page >> 6, idle << (page & 63).to(tl.int64))
     return page * 0
 
 
-@triton.jit
-def drop_class_hint(heap, row, chunk, cls):
-    """Clear the class hint of a chunk unless a drawable page turns up meanwhile (see
-    ``pages.drop_hints`` for why in transit)."""
-    ptr = hint_ptr(heap, row, chunk)
+@triton.jit(noinline=True)
+def unpublish(heap, cls, chunk):
+    """Clear the hint of class ``cls`` for a chunk in which nothing can be drawn; returns 0.
+
+    PUBLISHED promises the hint, so it goes first, page by page, and a page that gets a free slot
+    meanwhile is published again by that free (settle). A page that was published behind our back
+    brings the hint back. In transit meanwhile, as in ``pages.drop_hints``.
+    """
+    lane = tl.arange(0, 64)
+    hint = hint_ptr(heap, ORDERS + cls, chunk)
     bit = tl.full((), 1, tl.int64) << (chunk & 63).to(tl.int64)
+    ptr = page_word_ptr(heap, chunk * 64 + lane)
     enter_transit(heap)
-    tl.atomic_and(ptr, bit ^ -1, sem="relaxed")
-    fence(ptr)
-    words = atomic_load(page_word_ptr(heap, chunk * 64 + tl.arange(0, 64)))
-    again = tl.max(drawable_slots(words, cls), axis=0) > 0
-    if again:
-        tl.atomic_or(ptr, bit, sem="relaxed")
-    leave_transit(heap, again.to(tl.int32))
+    words = atomic_load(ptr)
+    empty = is_published(words, cls) & (page_count(words) == 0)
+    expected = tl.where(empty, words, 0)
+    atomic_cas(ptr, expected, tl.where(empty, words ^ PUBLISHED, 0))
+    tl.atomic_and(hint, bit ^ -1, sem="relaxed")
+    fence(hint)
+    again = tl.max(is_published(atomic_load(ptr), cls).to(tl.int32), axis=0)
+    if again != 0:
+        tl.atomic_or(hint, bit, sem="relaxed")
+    leave_transit(heap, again)
+    return again
+
+
+@triton.jit
+def is_published(words, cls):
+    return is_slab(words) & (page_class(words) == cls) & ((words & PUBLISHED) != 0)
 
 
 @triton.jit
@@ -212,15 +229,15 @@ def drawable_slots(words, cls):
     return tl.where(fits, page_count(words), 0)
 
 
-@triton.jit
-def draw(heap, cls, rich):
+@triton.jit(noinline=True)
+def draw(heap, cls, least):
     """Attach the page with most free slots of a hinted chunk: a stripe word, or 0.
 
-    With ``rich`` != 0 a page less than an eighth free does not count. On success the caller is
-    left in transit, holding all the page's free slots as credits.
+    A page with fewer than ``least`` free slots does not count; ``least`` > 1 looks at one chunk
+    only, 1 searches them all and drops the hints of those that have nothing. On success the caller holds
+    all free slots of the page as credits and is one more time in transit.
     """
     lane = tl.arange(0, 64)
-    slots = class_slots(cls)
     row = ORDERS + cls
     salt = mix(program_index())
     result = tl.full((), 0, tl.int64)
@@ -231,9 +248,9 @@ def draw(heap, cls, rich):
         words = atomic_load(ptr)
         counts = drawable_slots(words, cls)
         most = tl.max(counts, axis=0)
-        if most == 0:
-            drop_class_hint(heap, row, chunk, cls)
-        if (most > 0) & ((rich == 0) | (most * 8 >= slots)):
+        if (most == 0) & (least == 1):
+            unpublish(heap, cls, chunk)
+        if most >= least:
             at = tl.min(tl.where(counts == most, lane, 64), axis=0)
             word = tl.sum(tl.where(lane == at, words, 0), axis=0)
             enter_transit(heap)
@@ -245,24 +262,52 @@ def draw(heap, cls, rich):
             else:
                 leave_transit(heap, at * 0)
         salt = mix(salt)
-        if (rich != 0) & (most > 0):
+        if (least > 1) & (most < least):
             index = tl.full((), FAR, tl.int32)
         elif result == 0:
             index, hints = first_hinted(heap, row, tl.full((), 0, tl.int32))
     return result
 
 
-@triton.jit
-def open_batch(heap, cls, ptr):
+@triton.jit(noinline=True)
+def renew(heap, cls, old):
+    """Make the pages at the front of a dry batch that are free again into a fresh batch.
+
+    ``old`` is a stripe word that only the caller has. Returns a stripe word for the first k of
+    its pages, or 0 (k = 0) if less than half would do. Tickets go through a batch from the front,
+    so under churn all but its last pages are free again when it runs dry.
+    """
+    lane = tl.arange(0, 64)
+    page, batch, _fresh = stripe_place(old)
+    slots = class_slots(cls)
+    mine = lane < batch
+    ptr = page_word_ptr(heap, page + tl.where(mine, lane, 0))
+    words = atomic_load(ptr, mine)
+    whole = mine & (page_pins(words) == 0) & (page_count(words) == slots)
+    front = lowest_bit(lane_bits(whole) ^ -1)
+    result = tl.full((), 0, tl.int64)
+    if (front * 2 >= batch) & (front > 0):
+        whole = lane < front
+        expected = tl.where(whole, words, 0)
+        won = atomic_cas(ptr, expected, tl.where(whole, words - slots, 0)) == expected
+        if lane_bits(whole & (won == 0)) != 0:
+            # A wrong free has pinned a page meanwhile: undo.
+            tl.atomic_add(ptr, slots.to(tl.int64) + words * 0, mask=whole & won, sem="relaxed")
+        else:
+            result = pack_stripe(page, front, front * 0 + 1, front * slots)
+    return result
+
+
+@triton.jit(noinline=True)
+def open_batch(heap, cls, previous):
     """Take fresh pages and make them slabs: a stripe word, or 0. The caller is in transit.
 
-    A batch grows fourfold over the stripe's previous one, up to about 8192 slots: little used
-    classes stay small, and busy ones refill rarely.
+    A batch grows fourfold over the stripe's ``previous`` length, up to about 16384 slots: little
+    used classes stay small, and busy ones refill rarely.
     """
-    _page, previous, _fresh = stripe_place(atomic_load(ptr))
-    cap = tl.maximum(class_bytes(cls) >> 3, 1)
+    cap = class_bytes(cls) >> 2
     cap = tl.minimum(cap, load_geometry(heap, G_MAX_BATCH).to(tl.int32))
-    batch = tl.minimum(tl.maximum(previous * 4, tl.maximum(cap >> 4, 1)), cap)
+    batch = tl.minimum(tl.maximum(previous * 4, 1), cap)
     page = tl.full((), -1, tl.int32)
     while (page < 0) & (batch > 0):
         page = take_pages(heap, batch)
@@ -333,39 +378,80 @@ def flush(heap, index, end, mode):
 
 
 @triton.jit
+def find_batch(heap, cls, old, again):
+    """A batch for a stripe that had ``old``: renewed, drawn or opened. ``(word, k)``: a stripe
+    word or 0, and how many pages at the front of ``old`` it took over.
+
+    A busy stripe (long batches) does not care for single pages with few free slots while fresh
+    ones are to be had. ``again`` != 0: a search failed already; then nothing is announced unless
+    a page may be free, for programs that find the heap exhausted must leave each other in peace,
+    or none would see the quiet pass that ends its search.
+    """
+    _page, previous, _fresh = stripe_place(old)
+    kept = previous * 0
+    word = tl.full((), 0, tl.int64)
+    if (previous > 0) & (stripe_credits(old) <= 0):
+        word = renew(heap, cls, old)
+        if word != 0:
+            _first, kept, _new = stripe_place(word)
+            enter_transit(heap)
+    least = tl.maximum(class_slots(cls) * tl.maximum(previous, 1) >> 3, 2)
+    if (word == 0) & (previous <= 8):
+        word = draw(heap, cls, least)
+    if word == 0:
+        index = previous * 0
+        if again != 0:
+            index, _hints = first_hinted(heap, index, index)
+        if index != FAR:
+            enter_transit(heap)
+            word = open_batch(heap, cls, previous)
+            if word == 0:
+                leave_transit(heap, previous * 0)
+            else:
+                _first, opened, _new = stripe_place(word)
+                count_pages(heap, opened)
+    if word == 0:
+        word = draw(heap, cls, previous * 0 + 1)
+    return word, kept
+
+
+@triton.jit(noinline=True)
 def refill(heap, cls, ptr, need, again):
     """Find slots for a dry stripe, keep up to ``need`` for the caller, install the rest.
 
     Returns a stripe word as a ticket would have (the caller owns min(need, credits) of it), or 0.
-    Pages less than an eighth free are used only when no fresh page is to be had. ``again`` != 0:
-    a search failed already; then nothing is announced unless a page may be free, for programs
-    that find the heap exhausted must leave each other in peace, or none would see the quiet pass
-    that ends its search.
+    The stripe is taken away from everybody first: its batch is then ours alone to renew or to
+    detach, and others that come by see it below zero and wait.
     """
-    word = draw(heap, cls, need * 0 + 1)
-    if word == 0:
-        index = need * 0
-        if again != 0:
-            index, _hints = first_hinted(heap, need * 0, need * 0)
-        if index != FAR:
-            enter_transit(heap)
-            word = open_batch(heap, cls, ptr)
-            if word == 0:
-                leave_transit(heap, need * 0)
-    if word == 0:
-        word = draw(heap, cls, need * 0)
-    if word != 0:
-        credits = stripe_credits(word)
-        kept = tl.minimum(credits, need.to(tl.int64))
-        tl.atomic_add(heap + GRANTED + cls, credits, sem="relaxed")
+    old = tl.full((), 0, tl.int64)
+    if again == 0:
+        enter_transit(heap)
+        old = tl.atomic_xchg(ptr, tl.full((), REFILLING, tl.int64), sem="relaxed")
+        fence(ptr)
+    page, batch, fresh = stripe_place(old)
+    word = old
+    kept = batch
+    if stripe_credits(old) <= 0:
+        word, kept = find_batch(heap, cls, old, again)
+    else:
+        # Somebody refilled it before us.
+        enter_transit(heap)
+        tl.atomic_add(heap + GRANTED + cls, -stripe_credits(old), sem="relaxed")
+    credits = tl.maximum(stripe_credits(word), 0)
+    tl.atomic_add(heap + GRANTED + cls, credits, sem="relaxed")
+    if (again == 0) | (word != 0):
         # The slots' former owners, and our page words, happen before whoever takes a ticket.
         fence(ptr)
-        old = tl.atomic_xchg(ptr, word - kept, sem="relaxed")
-        _page, batch, fresh = stripe_place(word)
-        if fresh != 0:
-            count_pages(heap, batch)
-        detach(heap, cls, old)
+        installed = word - tl.minimum(credits, need.to(tl.int64))
+        other = tl.atomic_xchg(ptr, installed, sem="relaxed")
+        detach(heap, cls, other)
+        if kept < batch:
+            rest = pack_stripe(page + kept, batch - kept, fresh, tl.minimum(credits, 0))
+            detach(heap, cls, rest)
+    if word != 0:
         leave_transit(heap, need * 0 + 1)
+    if again == 0:
+        leave_transit(heap, ((batch > 0) | (word != 0)).to(tl.int32))
     return word
 
 
@@ -388,7 +474,8 @@ def more_tickets(heap, cls, need, crossed):
             old = tl.atomic_add(ptr, -need.to(tl.int64), sem="relaxed")
             if stripe_credits(old) > 0:
                 result = old
-            polls = polls * 0
+            # At 0 it was we who took it below: the refill is ours after all.
+            polls = tl.where(stripe_credits(old) >= 0, 0, polls)
     quiet = need * 0
     before = tl.full((), -1, tl.int64)
     passes = need * 0

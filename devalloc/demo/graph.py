@@ -210,11 +210,9 @@ def imports_of(name: str, path: Path, modules: dict[str, Path]) -> Iterator[str]
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = absolute_name(node.module or "", node.level, package)
-            for alias in node.names:
-                inner = f"{base}.{alias.name}" if base else alias.name
-                target = inner if inner in modules else base
-                if target:
-                    yield target
+            for alias in node.names if base else ():
+                inner = f"{base}.{alias.name}"
+                yield inner if inner in modules else base
 
 
 def statements(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -231,9 +229,12 @@ def statements(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 def absolute_name(module: str, level: int, package: str) -> str:
-    """What ``from <level dots><module> import ...`` refers to inside ``package``."""
+    """What ``from <level dots><module> import ...`` refers to inside ``package``; empty if the
+    dots lead out of it."""
     if level == 0:
         return module
     parts = package.split(".") if package else []
-    kept = parts[: max(len(parts) - (level - 1), 0)]
+    if level > len(parts):
+        return ""
+    kept = parts[: len(parts) - (level - 1)]
     return ".".join([*kept, *([module] if module else [])])

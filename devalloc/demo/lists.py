@@ -27,15 +27,16 @@ import triton
 import triton.language as tl
 
 from devalloc import kernels as da
+from devalloc.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from devalloc.heap import Heap
 
 ENTRY_BYTES = 4
+MIN_LANES = 128  # a program's threads, so that no thread holds a copy of another's lane
+MAX_LANES = 4096
 MIN_ENTRIES = tl.constexpr(4)  # 16 bytes, the smallest slot
 MAX_ENTRIES = tl.constexpr(1 << 30)
-
-STATE_BYTES = 8 + 4 + 4  # address, length and capacity of one vertex
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def owner_of(ends, item, LANES: tl.constexpr):
     ``ends`` is an inclusive prefix sum over the lanes. Items past the last end give some lane.
     """
     lane = (item * 0).to(tl.int32)
-    for level in tl.static_range(1, 13):
+    for level in tl.static_range(1, 13):  # log2(MAX_LANES) levels at most
         if (LANES >> level) > 0:
             beyond = tl.gather(ends, lane + ((LANES >> level) - 1), 0) <= item
             lane = tl.where(beyond, lane + (LANES >> level), lane)
@@ -248,7 +249,9 @@ def delete_kernel(
 
 
 @triton.jit(do_not_specialize=["vertices"])
-def gather_kernel(address_ptr, length_ptr, offset_ptr, entry_out_ptr, vertices, LANES: tl.constexpr):
+def gather_kernel(
+    address_ptr, length_ptr, offset_ptr, entry_out_ptr, vertices, LANES: tl.constexpr
+):
     """Copy every list to its place in one tensor of entries. One lane per vertex."""
     vertex = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     inside = vertex < vertices
@@ -259,9 +262,7 @@ def gather_kernel(address_ptr, length_ptr, offset_ptr, entry_out_ptr, vertices, 
 
 
 @triton.jit(do_not_specialize=["vertices"])
-def release_kernel(
-    heap, address_ptr, length_ptr, capacity_ptr, vertices, LANES: tl.constexpr
-):
+def release_kernel(heap, address_ptr, length_ptr, capacity_ptr, vertices, LANES: tl.constexpr):
     """Free every list. One lane per vertex."""
     vertex = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     inside = vertex < vertices
@@ -283,7 +284,8 @@ class AdjacencyLists:
     vertices : int
         Number of lists.
     lanes : int, optional
-        Edges per program, a power of two of at least 128.
+        Edges per program, a power of two from 128 to 4096. Default: 256, the most in the
+        interpreter.
 
     Notes
     -----
@@ -294,7 +296,11 @@ class AdjacencyLists:
         self.heap = heap
         self.vertices = vertices
         # The interpreter pays per operation, whatever its width; a GPU wants many programs.
-        self.lanes = lanes or (4096 if heap.device.type == "cpu" else 256)
+        self.lanes = lanes or (MAX_LANES if heap.device.type == "cpu" else 256)
+        if not MIN_LANES <= self.lanes <= MAX_LANES or self.lanes & (self.lanes - 1):
+            raise InvalidArgument(
+                f"lanes must be a power of two from {MIN_LANES} to {MAX_LANES}, not {self.lanes}"
+            )
         self.addresses = torch.zeros(vertices, dtype=torch.int64, device=heap.device)
         self.lengths = torch.zeros(vertices, dtype=torch.int32, device=heap.device)
         self.capacities = torch.zeros(vertices, dtype=torch.int32, device=heap.device)
@@ -382,9 +388,9 @@ class AdjacencyLists:
         )
         return offsets, entries
 
-    def warm_up(self) -> None:
-        """Compile the kernels that change lists, by empty batches."""
-        nothing = torch.empty(0, dtype=torch.int32, device=self.heap.device)
+    def warm_up(self, edges: int) -> None:
+        """Compile and load everything that changes lists, by a batch of no vertex's edges."""
+        nothing = torch.full((edges,), -1, dtype=torch.int32, device=self.heap.device)
         self.insert(nothing, nothing)
         self.delete(nothing, nothing)
         self.release()

@@ -1,0 +1,178 @@
+"""The command line: ``devalloc info``, ``devalloc demo``, ``devalloc view``.
+
+Anything that imports Triton is imported inside the commands, after `choose_device`: Triton reads
+TRITON_INTERPRET when it is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from devalloc import __version__
+from devalloc.errors import DevallocError, InvalidArgument
+from devalloc.report.environment import inspect_environment, interpreting
+from devalloc.sizes import parse_size
+
+INPUT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+OUTPUT_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+
+
+class SizeType(click.ParamType):
+    """Bytes, or text such as ``64MiB``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return parse_size(int(value) if str(value).isdecimal() else value)
+        except InvalidArgument as error:
+            self.fail(str(error), param, ctx)
+
+
+def clean_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn what can go wrong for a user into one line and exit status 1."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (DevallocError, OSError, ModuleNotFoundError) as error:
+            raise click.ClickException(" ".join(str(error).split())) from error
+
+    return wrapped
+
+
+def choose_device(wanted: str | None) -> tuple[str | None, str]:
+    """Decide between GPU and interpreter, and tell Triton. Call it before importing Triton.
+
+    Parameters
+    ----------
+    wanted : str or None
+        As the user said; None: a GPU if there is one.
+
+    Returns
+    -------
+    device, description : str or None, str
+        The device for `devalloc.Heap`, and words for people.
+    """
+    import torch
+
+    if interpreting():
+        return wanted, "Triton's interpreter on the CPU (TRITON_INTERPRET is set)"
+    if wanted == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+        return wanted, "Triton's interpreter on the CPU (asked for)"
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+        return wanted, "Triton's interpreter on the CPU (there is no CUDA device)"
+    try:
+        return wanted, torch.cuda.get_device_name(wanted)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise InvalidArgument(f"no such CUDA device: {wanted}") from error
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="devalloc")
+def main() -> None:
+    """Memory for Triton kernels: malloc and free on the device."""
+
+
+@main.command()
+@clean_errors
+def info() -> None:
+    """Say what this machine has, what works here, and why not."""
+    console = Console()
+    found = inspect_environment()
+    facts = Table(show_header=False, box=None)
+    for name, text in [("devalloc", __version__), *found.packages, *found.machine]:
+        facts.add_row(f"[bold]{name}[/bold]", text)
+    console.print(facts, highlight=False)
+    abilities = Table(title="what works here", title_justify="left")
+    abilities.add_column("what")
+    abilities.add_column("works")
+    abilities.add_column("how, or why not")
+    for ability in found.abilities:
+        word = "[green]yes[/green]" if ability.works else "[red]no[/red]"
+        abilities.add_row(ability.name, word, ability.detail)
+    console.print(abilities, highlight=False)
+
+
+@main.command()
+@click.option(
+    "--graph",
+    "graph_file",
+    type=INPUT_FILE,
+    help="Edge list, plain or .gz: two vertex ids a line. Default: the imports of Python's "
+    "standard library.",
+)
+@click.option("--heap", "heap_bytes", type=SizeType(), help="Capacity, such as 64MiB.")
+@click.option(
+    "--output",
+    type=OUTPUT_FILE,
+    default=Path("devalloc-demo.png"),
+    show_default=True,
+    help="Picture of the heap's pages after each step.",
+)
+@click.option("--device", help="cuda, cuda:1, ... or cpu (Triton's interpreter).")
+@click.option("--batch", type=click.IntRange(min=1), help="Edges per launch.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@clean_errors
+def demo(
+    graph_file: Path | None,
+    heap_bytes: int | None,
+    output: Path,
+    device: str | None,
+    batch: int | None,
+    seed: int,
+) -> None:
+    """Build adjacency lists on the device, where each grows in the kernel; then take them down.
+
+    Edges arrive in batches, in random order; no list's length is known beforehand. Then a random
+    half of the edges is deleted, then everything freed. Every step is checked against the CPU.
+    """
+    require_folder(output)
+    device, where = choose_device(device)
+    console = Console()
+    console.print(f"runs on: {where}", highlight=False)
+
+    from devalloc.demo.graph import library_graph, read_graph
+    from devalloc.demo.run import run_demo
+
+    graph = read_graph(graph_file) if graph_file else library_graph()
+    run_demo(graph, output, heap_bytes, batch, seed, device, console)
+
+
+@main.command()
+@click.argument("snapshots", nargs=-1, required=True, type=INPUT_FILE, metavar="SNAPSHOT...")
+@click.option("-o", "--output", type=OUTPUT_FILE, required=True, help="PNG file to write.")
+@clean_errors
+def view(snapshots: tuple[Path, ...], output: Path) -> None:
+    """Draw saved snapshots of a heap, side by side."""
+    require_folder(output)
+    choose_device(None)
+
+    from devalloc.report.memory_map import save_memory_map
+    from devalloc.report.snapshot_file import load_snapshot
+
+    save_memory_map(
+        output, [load_snapshot(path) for path in snapshots], [p.name for p in snapshots]
+    )
+    click.echo(f"map: {output}")
+
+
+def require_folder(output: Path) -> None:
+    """Refuse an output whose folder does not exist before any work is done."""
+    if not output.absolute().parent.is_dir():
+        raise InvalidArgument(f"cannot write {output}: its folder does not exist")
+
+
+if __name__ == "__main__":
+    main()

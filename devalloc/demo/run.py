@@ -1,0 +1,290 @@
+"""The main job: build adjacency lists on the device, delete half of the edges, free everything.
+
+After each step the lists are copied out and compared with `reference`, edge for edge.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from devalloc import Heap
+from devalloc.demo.graph import Graph
+from devalloc.demo.lists import ENTRY_BYTES, AdjacencyLists
+from devalloc.demo.reference import expected_lists, first_difference
+from devalloc.errors import CorruptionError, OutOfMemory
+from devalloc.heap_state import Snapshot
+from devalloc.report.memory_map import save_memory_map
+from devalloc.sizes import format_size
+
+BATCHES = 16
+SMALLEST_HEAP = 1 << 20
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the job and how things stood after it. Bytes, seconds."""
+
+    name: str
+    edges: int  # inserted, deleted or freed in this step
+    seconds: float
+    entries: int  # in all lists, afterwards
+    lists: int  # that are not empty
+    used: int
+    peak: int
+    snapshot: Snapshot
+
+    @property
+    def exact(self) -> int:
+        """What a build that counts first and allocates then needs for the entries."""
+        return self.entries * ENTRY_BYTES
+
+
+def default_heap_bytes(edges: int) -> int:
+    """Eight times what the entries need, as a power of two: lists move while they grow."""
+    return max(SMALLEST_HEAP, 1 << (edges * ENTRY_BYTES * 8 - 1).bit_length())
+
+
+def default_batch(edges: int) -> int:
+    return max(1, -(-edges // BATCHES))
+
+
+class Job:
+    """A graph, a heap and the lists in it, taken through the steps one after another.
+
+    Parameters
+    ----------
+    graph : Graph
+    heap : devalloc.Heap
+    batch : int
+        Edges per launch.
+    seed : int
+        Of the order in which edges are inserted, and of which half is deleted in which order.
+    progress : rich.progress.Progress
+        Shows how far each step is.
+    """
+
+    def __init__(self, graph: Graph, heap: Heap, batch: int, seed: int, progress: Progress) -> None:
+        self.graph = graph
+        self.heap = heap
+        self.batch = batch
+        self.progress = progress
+        self.lists = AdjacencyLists(heap, graph.vertices)
+        random = np.random.default_rng(seed)
+        self.inserted = random.permutation(graph.edges)
+        deleted = random.permutation(graph.edges)[: graph.edges // 2]
+        self.deleted = self.inserted[deleted]
+        self.kept = np.delete(self.inserted, deleted)
+
+    def run(self) -> list[Step]:
+        """All steps. Raises OutOfMemory, or CorruptionError if anything came out wrong."""
+        if self.heap.device.type != "cpu":
+            task = self.progress.add_task("compile", total=None)
+            self.lists.warm_up(min(self.batch, self.graph.edges))
+            self.progress.remove_task(task)
+        return [self.build(), self.delete(), self.free()]
+
+    def build(self) -> Step:
+        accepted: list[torch.Tensor] = []
+
+        def insert(sources: torch.Tensor, targets: torch.Tensor) -> None:
+            accepted.append(self.lists.insert(sources, targets))
+
+        seconds = self.timed("build", insert, self.on_device(self.inserted))
+        stored = torch.cat(accepted).cpu().numpy()
+        self.compare(self.inserted[stored], "after the build")
+        if not stored.all():
+            raise OutOfMemory(
+                f"out of memory: {np.count_nonzero(~stored):,} of {self.graph.edges:,} edges "
+                f"found no room in a heap of {format_size(self.heap.capacity)}; the "
+                f"{np.count_nonzero(stored):,} others are all there; give --heap a larger size"
+            )
+        return self.step("build", self.graph.edges, seconds)
+
+    def delete(self) -> Step:
+        seconds = self.timed("delete", self.lists.delete, self.on_device(self.deleted))
+        self.compare(self.kept, "after the deletions")
+        try:
+            self.heap.check()
+        except OutOfMemory:
+            # A list found no smaller place and stayed where it was. That is no failure.
+            self.progress.console.print("[dim]some lists found no room to shrink into[/dim]")
+        return self.step("delete", len(self.deleted), seconds)
+
+    def free(self) -> Step:
+        seconds = self.timed("free", self.lists.release, [()])
+        self.compare(self.kept[:0], "after freeing")
+        self.heap.check()
+        self.heap.audit()
+        stats = self.heap.stats()
+        if stats.used or stats.largest_free != stats.capacity:
+            raise CorruptionError(
+                f"H3: everything was freed, but {format_size(stats.used)} are in use and the "
+                f"largest free block has {format_size(stats.largest_free)}"
+            )
+        return self.step("free", len(self.kept), seconds)
+
+    def on_device(self, edges: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The batches of some of the graph's edges."""
+        device = self.heap.device
+        sources = torch.from_numpy(self.graph.sources[edges]).to(device).split(self.batch)
+        targets = torch.from_numpy(self.graph.targets[edges]).to(device).split(self.batch)
+        return list(zip(sources, targets, strict=True))
+
+    def timed(
+        self, name: str, launch: Callable[..., None], batches: Sequence[tuple[torch.Tensor, ...]]
+    ) -> float:
+        """Launch every batch and wait for the last; the seconds that took."""
+        task = self.progress.add_task(name, total=len(batches))
+        self.synchronise()
+        start = time.perf_counter()
+        for batch in batches:
+            launch(*batch)
+            self.progress.advance(task)
+        self.synchronise()
+        return time.perf_counter() - start
+
+    def synchronise(self) -> None:
+        if self.heap.device.type == "cuda":
+            torch.cuda.synchronize(self.heap.device)
+
+    def compare(self, edges: np.ndarray, when: str) -> None:
+        offsets, entries = (tensor.cpu().numpy() for tensor in self.lists.to_csr())
+        difference = first_difference((offsets, entries), expected_lists(self.graph, edges))
+        if difference:
+            raise CorruptionError(f"{when} the lists differ from the CPU's: {difference}")
+
+    def step(self, name: str, edges: int, seconds: float) -> Step:
+        lengths = self.lists.lengths
+        stats = self.heap.stats()
+        return Step(
+            name=name,
+            edges=edges,
+            seconds=seconds,
+            entries=int(lengths.sum()),
+            lists=int((lengths > 0).sum()),
+            used=stats.used,
+            peak=stats.peak,
+            snapshot=self.heap.snapshot(),
+        )
+
+
+def run_demo(
+    graph: Graph,
+    output: str | Path,
+    heap_bytes: int | None = None,
+    batch: int | None = None,
+    seed: int = 0,
+    device: str | None = None,
+    console: Console | None = None,
+) -> list[Step]:
+    """Take a graph through the whole job, print what happened and draw the heap.
+
+    Parameters
+    ----------
+    graph : Graph
+    output : str or Path
+        The PNG file for the heap's map after each step.
+    heap_bytes, batch : int, optional
+        Capacity of the heap, and edges per launch; by default chosen from the number of edges.
+    seed : int
+        Same seed, same job.
+    device : str, optional
+        As for `devalloc.Heap`.
+    console : rich.console.Console, optional
+        Where to print; standard output by default.
+
+    Raises
+    ------
+    OutOfMemory
+        The heap is too small for the graph. Nothing that was stored is lost or wrong.
+    CorruptionError
+        The lists differ from the reference, or the heap violates an invariant.
+    """
+    console = console or Console()
+    duplicates = f" ({graph.duplicates:,} duplicates dropped)" if graph.duplicates else ""
+    console.print(
+        f"graph: {graph.name}, {graph.vertices:,} vertices, {graph.edges:,} edges{duplicates}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    with (
+        Heap(heap_bytes or default_heap_bytes(graph.edges), device=device) as heap,
+        launching_on(heap.device),
+        progress_bar() as progress,
+    ):
+        job = Job(graph, heap, batch or default_batch(graph.edges), seed, progress)
+        steps = job.run()
+        capacity = heap.capacity
+    console.print(table_of(steps, capacity))
+    console.print(
+        f"exact: {ENTRY_BYTES} bytes per edge left, all that a build which counts first needs",
+        "lists: equal to the CPU's, edge for edge, after every step",
+        "audit: H1 to H4 hold; everything is free again, in one piece",
+        sep="\n",
+        highlight=False,
+    )
+    save_memory_map(output, *panels(steps), heading=f"{graph.name}: lists grown in the kernel")
+    console.print(f"map: {output}", highlight=False, soft_wrap=True)
+    return steps
+
+
+@contextmanager
+def launching_on(device: torch.device) -> Iterator[None]:
+    """Make ``device`` the one that kernels are launched on."""
+    with torch.cuda.device(device if device.type == "cuda" else -1):
+        yield
+
+
+def progress_bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description:8}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("batches"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def table_of(steps: Sequence[Step], capacity: int) -> Table:
+    """What the steps did, one row each."""
+    table = Table(
+        title=f"heap of {format_size(capacity)}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("step", no_wrap=True)
+    for heading in ("edges", "edges/s", "lists", "used", "exact", "ratio", "peak"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for step in steps:
+        table.add_row(
+            step.name,
+            f"{step.edges:,}",
+            f"{step.edges / max(step.seconds, 1e-9):,.0f}",
+            f"{step.lists:,}",
+            format_size(step.used),
+            format_size(step.exact),
+            f"{step.used / step.exact:.2f}" if step.exact else "-",
+            format_size(step.peak),
+        )
+    return table
+
+
+def panels(steps: Sequence[Step]) -> tuple[list[Snapshot], list[str]]:
+    """The snapshots to draw and their titles."""
+    titles = {"build": "after the build", "delete": "half deleted", "free": "all freed"}
+    return [step.snapshot for step in steps], [titles[step.name] for step in steps]

@@ -1,0 +1,194 @@
+"""Exhaustion is exact: null only when nothing of that shape is free, wherever the free memory is."""
+
+import random
+
+import pytest
+import torch
+
+from devalloc import Heap, OutOfMemory
+from devalloc.sizes import CLASS_SIZES, PAGE_BYTES
+from tests.support import (
+    MIB,
+    assert_blocks,
+    assert_empty,
+    assert_whole_capacity,
+    free_lanes,
+    malloc_lanes,
+    malloc_scalars,
+)
+
+
+def fill(heap: Heap, size: int, block: int = 4096, programs: int = 4) -> torch.Tensor:
+    """Allocate until a null; the addresses that were had, which must come before any null."""
+    had = []
+    while True:
+        addrs = malloc_lanes(heap, [size] * (block * programs), block)
+        had.append(addrs[addrs != 0])
+        if (addrs == 0).any():
+            return torch.cat(had)
+
+
+@pytest.mark.parametrize("size", [64, 1024, 4096])
+def test_utilisation(size: int) -> None:
+    with Heap("8MiB") as heap:
+        slots = heap.capacity // size
+        block = min(4096, slots // 8)
+        addrs = fill(heap, size, block)
+        assert_blocks(heap, addrs, [size] * len(addrs))
+        assert len(addrs) * size / heap.capacity >= 0.97
+        # These sizes divide the page: nothing at all may be left.
+        assert len(addrs) == slots
+        assert heap.stats().free == 0
+        with pytest.raises(OutOfMemory):
+            heap.check()
+        heap.audit()
+        free_lanes(heap, addrs, 4096)
+        assert_whole_capacity(heap)
+
+
+@pytest.mark.parametrize("size", CLASS_SIZES[::5])
+def test_every_slot_of_a_class(size: int) -> None:
+    with Heap(3 * PAGE_BYTES) as heap:
+        addrs = fill(heap, size, 1024, programs=1)
+        assert len(addrs) == 3 * (PAGE_BYTES // size)
+        heap.clear_errors()
+        free_lanes(heap, addrs)
+        assert_whole_capacity(heap)
+
+
+def test_random_sizes_leave_little() -> None:
+    """16 B to 1 MiB, until three batches of sixteen were not served in full."""
+    generator = random.Random(3)
+    with Heap("32MiB") as heap:
+        addrs, sizes, failures = [], [], 0
+        while failures < 3:
+            batch = [generator.randint(16, MIB) for _ in range(16)]
+            got = heap.malloc(batch)
+            failures += bool((got == 0).any())
+            addrs.append(got[got != 0])
+            sizes += [size for size, addr in zip(batch, got.tolist(), strict=True) if addr]
+        everything = torch.cat(addrs)
+        assert_blocks(heap, everything, sizes)
+        stats = heap.stats()
+        assert stats.free / stats.capacity < 0.03
+        heap.clear_errors()
+        heap.audit()
+        heap.free(everything)
+        assert_whole_capacity(heap)
+
+
+def test_a_run_is_found_wherever_it_is() -> None:
+    """In a full heap one hole at a time is opened, and exactly what fits into it is had."""
+    pages = 130
+    with Heap(pages * PAGE_BYTES) as heap:
+        assert (heap.malloc([PAGE_BYTES] * pages) != 0).all()
+        for first, length in ((0, 1), (63, 1), (5, 7), (64, 64), (128, 2), (64, 66), (0, 63)):
+            hole = [heap.base + (first + n) * PAGE_BYTES for n in range(length)]
+            heap.free(hole)
+            assert heap.stats().largest_free == length * PAGE_BYTES
+            too_much, fits = heap.malloc([(length + 1) * PAGE_BYTES, length * PAGE_BYTES]).tolist()
+            assert too_much == 0
+            assert fits == hole[0]
+            heap.free([fits])
+            assert (heap.malloc([PAGE_BYTES] * length) != 0).all()
+        heap.clear_errors()
+        heap.free([heap.base + n * PAGE_BYTES for n in range(pages)])
+        assert_whole_capacity(heap)
+
+
+def test_free_slots_under_other_stripes_are_found() -> None:
+    """Slots given back to pages that belong to another program's batch serve the first program."""
+    with Heap("8MiB") as heap:
+        assert heap._geometry.stripes == 2
+        addrs = fill(heap, 1024, block=1024, programs=8)
+        heap.clear_errors()
+        freed = addrs[torch.randperm(len(addrs), generator=torch.Generator().manual_seed(1))]
+        freed = freed[:1000]
+        free_lanes(heap, freed)
+        # One program, so one stripe; the freed slots lie anywhere.
+        again = malloc_lanes(heap, [1024] * 1000, 1024)
+        assert sorted(again.tolist()) == sorted(freed.tolist())
+        heap.check()
+        assert malloc_lanes(heap, [1024], 1024).tolist() == [0]
+        heap.clear_errors()
+        free_lanes(heap, addrs, 4096)
+        assert_whole_capacity(heap)
+
+
+def test_one_program_gets_what_another_stripe_holds() -> None:
+    """A batch that another program opened and hardly used is no reserve: all slots can be had."""
+    size = 4096
+    with Heap("8MiB") as heap:
+        first = malloc_scalars(heap, [size] * 4)
+        assert int((heap._state().batch_length > 0).sum()) == 2, "both stripes have a batch"
+        rest = fill(heap, size, 2048, programs=1)
+        everything = torch.cat([first, rest])
+        assert len(everything) == heap.capacity // size
+        assert_blocks(heap, everything, [size] * len(everything))
+        heap.clear_errors()
+        free_lanes(heap, everything)
+        assert_whole_capacity(heap)
+
+
+def test_cached_pages_of_other_classes_are_reclaimed() -> None:
+    """Every class keeps empty pages after a malloc and a free; whoever needs them gets them."""
+    with Heap(4 * MIB) as heap:
+        for wanted in ([heap.capacity], [32768] * 128, [64] * 65536):
+            for size in CLASS_SIZES[::3]:
+                heap.free(heap.malloc([size]))
+            assert int(heap._state().batch_length.sum()) > 0, "pages are cached"
+            addrs = malloc_lanes(heap, wanted, 4096)
+            assert_blocks(heap, addrs, wanted)
+            assert heap.stats().free == 0
+            free_lanes(heap, addrs, 4096)
+        assert_whole_capacity(heap)
+
+
+def test_fill_with_one_class_then_another() -> None:
+    with Heap("1MiB") as heap:
+        for size in (16, 5000, 64, 32768):
+            addrs = fill(heap, size, 4096, programs=1)
+            assert len(addrs) == 16 * (PAGE_BYTES // size)
+            free_lanes(heap, addrs, 4096)
+            heap.clear_errors()
+        assert_whole_capacity(heap)
+
+
+def test_exhaustion_in_the_middle_of_a_block() -> None:
+    """A program that asks for more than there is gets all there is, and nulls for the rest."""
+    with Heap(2 * PAGE_BYTES) as heap:
+        addrs = malloc_lanes(heap, [1024] * 256, 256)
+        assert int((addrs != 0).sum()) == 128
+        live = addrs[addrs != 0]
+        assert_blocks(heap, live, [1024] * 128)
+        with pytest.raises(OutOfMemory, match="128 x out of memory"):
+            heap.check()
+        # Runs and slots in one program: what fits is given, whatever the order.
+        free_lanes(heap, live)
+        addrs = malloc_lanes(heap, [PAGE_BYTES, PAGE_BYTES, PAGE_BYTES, 64], 4)
+        assert int((addrs != 0).sum()) == 2
+        heap.clear_errors()
+        heap.free(addrs)
+        assert_whole_capacity(heap)
+
+
+def test_failures_are_recorded_and_raised() -> None:
+    with Heap("1MiB") as heap:
+        addrs = heap.malloc([heap.capacity, 64, 100_000])
+        # Slots are served before runs.
+        assert addrs[0] == 0
+        heap.free(addrs)
+        heap.clear_errors()
+        full = heap.malloc([heap.capacity])
+        assert malloc_lanes(heap, [64] * 5 + [100_000] * 2).tolist() == [0] * 7
+        with pytest.raises(OutOfMemory) as caught:
+            heap.check()
+        message = str(caught.value)
+        assert "malloc of 64 B failed in program 0" in message
+        assert "0 B of 1 MiB are free" in message
+        assert "7 x out of memory" in message
+        assert isinstance(caught.value, MemoryError)
+        assert heap.stats().failures == 8
+        heap.audit()
+        heap.free(full)
+        assert_empty(heap)

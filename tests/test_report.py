@@ -1,0 +1,161 @@
+"""Snapshots survive a file, and pictures show what is in them."""
+
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+import devalloc
+from devalloc.errors import InvalidArgument
+from devalloc.heap_state import FREE, RUN, SLAB, Snapshot
+from devalloc.report.environment import inspect_environment
+from devalloc.report.memory_map import (
+    FREE_COLOUR,
+    RUN_COLOUR,
+    RUN_HEAD_COLOUR,
+    columns_for,
+    legend_entries,
+    memory_map,
+    page_colours,
+    save_memory_map,
+    summary,
+)
+from devalloc.report.snapshot_file import load_snapshot, save_snapshot
+from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, PAGE_BYTES
+
+
+def made(kinds: list[int], classes: list[int], live: list[int], runs: list[int]) -> Snapshot:
+    return Snapshot(
+        capacity=len(kinds) * PAGE_BYTES,
+        page_bytes=PAGE_BYTES,
+        class_sizes=tuple(CLASS_SIZES),
+        page_kind=np.array(kinds, dtype=np.uint8),
+        page_class=np.array(classes, dtype=np.int16),
+        page_live=np.array(live, dtype=np.int32),
+        page_slots=np.array([CLASS_SLOTS[c] if c >= 0 else 0 for c in classes], dtype=np.int32),
+        run_pages=np.array(runs, dtype=np.int32),
+        device="cpu",
+    )
+
+
+@pytest.fixture
+def mixed() -> Snapshot:
+    """Free, a slab of 16 B half full, the same full, a slab of 256 B full, a run of two pages."""
+    half, full = CLASS_SLOTS[0] // 2, CLASS_SLOTS[0]
+    wide = CLASS_SIZES.index(256)
+    return made(
+        [FREE, SLAB, SLAB, SLAB, RUN, RUN],
+        [-1, 0, 0, wide, -1, -1],
+        [0, half, full, CLASS_SLOTS[wide], 0, 0],
+        [0, 0, 0, 0, 2, 0],
+    )
+
+
+def same(one: Snapshot, other: Snapshot) -> bool:
+    return all(
+        np.array_equal(getattr(one, name), getattr(other, name))
+        for name in Snapshot.__dataclass_fields__
+    )
+
+
+def test_a_snapshot_survives_a_file(tmp_path: Path, mixed: Snapshot) -> None:
+    path = tmp_path / "heap.snapshot"
+    save_snapshot(mixed, path)
+    assert same(load_snapshot(path), mixed)
+
+
+def test_a_real_snapshot_survives_and_is_drawn(tmp_path: Path) -> None:
+    with devalloc.Heap("1MiB") as heap:
+        addrs = heap.malloc([16, 1000, 1000, 300_000])
+        before = heap.snapshot()
+        heap.free(addrs)
+        after = heap.snapshot()
+    save_snapshot(before, tmp_path / "before.npz")
+    assert same(load_snapshot(tmp_path / "before.npz"), before)
+    assert sorted(before.run_pages[before.run_pages > 0]) == [5]
+    assert before.page_live.sum() == 3
+    assert (after.page_kind == FREE).all()
+    save_memory_map(tmp_path / "map.png", [before, after], ["before", "after"], heading="a heap")
+    height, width, _ = matplotlib.image.imread(tmp_path / "map.png").shape
+    assert width > height > 300
+
+
+def test_colours_tell_kinds_classes_and_fill_apart(mixed: Snapshot) -> None:
+    free, half, full, wide, head, tail = page_colours(mixed)
+    assert tuple(free) == FREE_COLOUR
+    assert tuple(head) == RUN_HEAD_COLOUR
+    assert tuple(tail) == RUN_COLOUR
+    assert np.ptp(half) < np.ptp(full)  # paler
+    assert np.abs(full - wide).max() > 0.3
+    assert page_colours(mixed).shape == (6, 3)
+
+
+def test_text_of_a_picture(mixed: Snapshot) -> None:
+    assert summary(mixed) == "1 of 6 pages free, 6,400 slots live (76%), 1 large"
+    labels = [entry.get_label() for entry in legend_entries([mixed])]
+    assert labels == ["free", "large allocation (first page darker)", "16 B", "256 B"]
+    axes = memory_map([mixed], ["now"]).axes[0]
+    assert [text.get_text() for text in axes.texts][1:] == ["16\nB", "16\nB", "256\nB"]
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3, 16, 17, 4097, 100_000])
+def test_any_number_of_pages_can_be_drawn(tmp_path: Path, pages: int) -> None:
+    snapshot = made([FREE] * pages, [-1] * pages, [0] * pages, [0] * pages)
+    assert columns_for(pages) ** 2 >= pages
+    save_memory_map(tmp_path / "map.png", [snapshot], ["empty"])
+
+
+def test_a_legend_stays_short() -> None:
+    classes = len(CLASS_SIZES)
+    every = made([SLAB] * classes, list(range(classes)), [1] * classes, [0] * classes)
+    assert len(legend_entries([every])) == 13
+
+
+def test_files_that_are_no_snapshot(tmp_path: Path, mixed: Snapshot) -> None:
+    path = tmp_path / "file"
+    with pytest.raises(InvalidArgument, match="No such file"):
+        load_snapshot(path)
+    for content in (b"", b"hello", b"PK\x03\x04 not really"):
+        path.write_bytes(content)
+        with pytest.raises(InvalidArgument, match="not a heap snapshot"):
+            load_snapshot(path)
+    for arrays in ({"x": np.zeros(3)}, {"format": np.array([None], dtype=object)}):
+        np.savez(path.open("wb"), **arrays)
+        with pytest.raises(InvalidArgument, match="not a heap snapshot"):
+            load_snapshot(path)
+    np.save(path.open("wb"), np.zeros(3))
+    with pytest.raises(InvalidArgument, match="not a heap snapshot"):
+        load_snapshot(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("capacity", 1000),
+        ("capacity", 0),
+        ("page_live", np.zeros(5, dtype=np.int32)),
+        ("page_slots", np.zeros(6)),
+        ("page_kind", np.full(6, 3, dtype=np.uint8)),
+        ("page_class", np.full(6, len(CLASS_SIZES), dtype=np.int16)),
+    ],
+)
+def test_a_snapshot_that_contradicts_itself(
+    tmp_path: Path, mixed: Snapshot, name: str, value: object
+) -> None:
+    path = tmp_path / "file.npz"
+    save_snapshot(mixed, path)
+    with np.load(path) as file:
+        fields = dict(file)
+    fields[name] = np.asarray(value)
+    np.savez(path, **fields)
+    with pytest.raises(InvalidArgument, match="not a heap snapshot"):
+        load_snapshot(path)
+
+
+def test_an_environment_has_a_reason_for_everything() -> None:
+    found = inspect_environment()
+    assert dict(found.packages)["torch"]
+    assert len(found.abilities) == 4
+    assert all(ability.detail for ability in found.abilities)
+    assert found.abilities[1].works
