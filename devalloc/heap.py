@@ -294,6 +294,8 @@ class Heap:
             If nothing lives at ``addr`` or it is too small.
         """
         dims = (shape,) if isinstance(shape, int) else tuple(shape)
+        if any(size < 0 for size in dims):
+            raise InvalidArgument(f"a shape has no negative sizes: {dims}")
         nbytes = math.prod(dims) * dtype.itemsize
         address = int(addr)
         usable = int(self.usable_size([address])[0])

@@ -352,13 +352,13 @@ class State:
                     "pages that no search would find"
                 )
             run &= run >> np.uint64(1 << order) if order < 6 else run
-        findable = (self.kind == SLAB) & ~self.attached & (self.count > 0)
-        self._fail_at(findable & ~self.published, "H3: slabs with free slots, not published")
-        pages = np.flatnonzero(findable)
+        hidden = (self.kind == SLAB) & ~self.attached & (self.count > 0) & ~self.published
+        self._fail_at(hidden, "H3: slabs with free slots, not published")
+        pages = np.flatnonzero((self.kind == SLAB) & self.published)
         hinted = bits[layout.ORDERS.value + self.cls[pages], pages // 64]
         if not hinted.all():
             page = int(pages[np.flatnonzero(hinted == 0)[0]])
-            raise CorruptionError(f"H3: slab page {page} has free slots that no search would find")
+            raise CorruptionError(f"H3: slab page {page} is published, but no search would find it")
 
 
 def slot_counts(control: torch.Tensor, geometry: Geometry) -> np.ndarray:

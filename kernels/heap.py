@@ -104,6 +104,13 @@ def report_lanes(heap, kind: tl.constexpr, flags, addr, size):
 # malloc ---------------------------------------------------------------------------------------
 
 
+@triton.constexpr_function
+def claim_order(lanes):
+    """The order of tickets and claims: acquire for a single lane, where it costs nothing; for a
+    block relaxed, and a fence behind it all, because every element would pay (atomics.fence)."""
+    return "acquire" if lanes == 1 else "relaxed"
+
+
 @triton.jit
 def take_tickets(heap, cls, active, stripes):
     """A stripe word and a rank for every active lane: it owns a slot if rank < credits."""
@@ -114,7 +121,8 @@ def take_tickets(heap, cls, active, stripes):
     count = tl.where(lane == leader, tl.sum(ones, axis=0), 1)
     acts = active & ((lane == leader) | (grouped == 0))
     ptr = stripe_ptr(heap, cls, program_index() & (stripes - 1))
-    old = tl.atomic_add(ptr, -count.to(tl.int64), mask=acts, sem="relaxed")
+    sem: tl.constexpr = claim_order(cls.shape[0])
+    old = tl.atomic_add(ptr, -count.to(tl.int64), mask=acts, sem=sem)
     word = tl.where(grouped, pick(old, leader), old)
     return word, tl.where(grouped, place, 0)
 
@@ -144,13 +152,6 @@ def refill_tickets(heap, cls, word, rank, active):
         pending = pending & (got == 0) & (failed == 0)
         left = count_lanes(pending)
     return word, rank, failed
-
-
-@triton.constexpr_function
-def claim_order(lanes):
-    """The order of a claim: acquire for a single lane, where it costs nothing; for a block
-    relaxed, and a fence behind all of it, because every element would pay (atomics.fence)."""
-    return "acquire" if lanes == 1 else "relaxed"
 
 
 @triton.jit
@@ -317,7 +318,8 @@ def free_lanes(heap, addr, active):
     now = tl.atomic_add(ptr, change, mask=acts, sem="relaxed") + change
     # Until the unpin the page was the slab that we saw; now it may be for us to settle.
     detached = acts & is_slab(now) & ((now & ATTACHED) == 0)
-    idle = (page_pins(now) == 0) & (page_count(now) == slots)
+    # (A wrong free may have pinned anything, and seen another class: let settle look.)
+    idle = (page_pins(now) == 0) & ((page_count(now) == slots) | (is_slab(state) == 0))
     hidden = ((now & PUBLISHED) == 0) & (page_count(now) > 0)
     asks = detached & (idle | hidden)
 
@@ -397,9 +399,15 @@ def free_run(heap, page):
 
 
 @triton.jit
-def as_lanes(x):
-    """A scalar (or Python number) as a block of one lane; a block as it is; int64."""
-    return x + tl.zeros((1,), tl.int64)
+def as_lanes(x, mask):
+    """``(lanes, active)``: a scalar or Python number as a block of one lane, or of the mask's
+    lanes; a block as it is; int64, and which lanes take part."""
+    lanes = x + tl.zeros((1,), tl.int64)
+    active = lanes == lanes
+    if mask is not None:
+        active = active & mask
+        lanes = lanes + active.to(tl.int64) * 0
+    return lanes, active
 
 
 @triton.jit
@@ -428,12 +436,8 @@ def malloc(heap, nbytes, mask=None):
     a row for one request or for a block of equal requests. All programs of a heap may fail and
     retry independently; null is returned only if no memory of that shape is free.
     """
-    lanes = as_lanes(nbytes)
-    if mask is None:
-        addr = malloc_lanes(heap, lanes, lanes == lanes)
-    else:
-        addr = malloc_lanes(heap, lanes, (lanes == lanes) & mask)
-    return like(addr, nbytes, mask)
+    lanes, active = as_lanes(nbytes, mask)
+    return like(malloc_lanes(heap, lanes, active), nbytes, mask)
 
 
 @triton.jit
@@ -444,22 +448,16 @@ def free(heap, addr, mask=None):
     An address that is not a live allocation changes nothing and is recorded: DoubleFree if it
     could have been one, InvalidFree if it could not. Three atomics in a row.
     """
-    lanes = as_lanes(addr)
-    if mask is None:
-        free_lanes(heap, lanes, lanes == lanes)
-    else:
-        free_lanes(heap, lanes, (lanes == lanes) & mask)
+    lanes, active = as_lanes(addr, mask)
+    free_lanes(heap, lanes, active)
 
 
 @triton.jit
 def usable_size(heap, addr, mask=None):
     """Bytes (int64) that may be used at ``addr``, at least what was asked for; 0 if nothing
     lives there. Two atomics in a row; changes nothing."""
-    lanes = as_lanes(addr)
-    active = lanes != 0
-    if mask is not None:
-        active = active & mask
-    return like(usable_lanes(heap, lanes, active), addr, mask)
+    lanes, active = as_lanes(addr, mask)
+    return like(usable_lanes(heap, lanes, active & (lanes != 0)), addr, mask)
 
 
 @triton.jit
@@ -478,10 +476,7 @@ def usable_lanes(heap, addr, active):
 @triton.jit
 def zeros(heap, nbytes, mask=None):
     """:func:`malloc`, and the memory (rounded up to 16 bytes) is zero."""
-    lanes = as_lanes(nbytes)
-    active = lanes == lanes
-    if mask is not None:
-        active = active & mask
+    lanes, active = as_lanes(nbytes, mask)
     addr = malloc_lanes(heap, lanes, active)
     fill_zero(addr, tl.where(addr != 0, lanes, 0))
     return like(addr, nbytes, mask)
@@ -495,13 +490,9 @@ def realloc(heap, addr, nbytes, mask=None):
     address stays. 0 for any other request means that nothing happened: the old block is still
     the caller's. A wrong ``addr`` is recorded as by :func:`free`, and gives 0.
     """
-    old = as_lanes(addr)
-    lanes = as_lanes(nbytes) + old * 0
-    old = old + lanes * 0
-    active = lanes == lanes
-    if mask is not None:
-        active = active & mask
-    new = realloc_lanes(heap, old, lanes, active)
+    old, _all = as_lanes(addr, mask)
+    lanes, active = as_lanes(nbytes + old * 0, mask)
+    new = realloc_lanes(heap, old + lanes * 0, lanes, active)
     return like(new, addr + nbytes, mask)
 
 

@@ -22,7 +22,8 @@ Reuse (ABA)
     A compare-and-swap of page bits that succeeds on a value which changed and came back is
     right: the value says which pages are free, whoever freed them.
 Progress
-    Lock-free: a failed compare-and-swap means another program's succeeded.
+    Lock-free, a failed compare-and-swap means another program's succeeded; except for runs over
+    several chunks, see `take_chunks`.
 """
 
 import triton
@@ -100,6 +101,7 @@ def collect(heap):
 @triton.jit
 def give_pages(heap, chunk, bits, active):
     """Set page bits: the pages become free. Blocks of 64 lanes; inactive lanes do nothing.
+    The caller moves the epoch afterwards.
 
     The caller has fenced since it learnt that nobody uses the pages any more. Every hint that
     the word now deserves is set, not only the new ones: another give may have
@@ -108,12 +110,13 @@ def give_pages(heap, chunk, bits, active):
     """
     old = tl.atomic_or(page_bits_ptr(heap, chunk), bits, mask=active, sem="relaxed")
     run = tl.where(active, old | bits, 0)
+    # The bits before the hints: dropping a hint relies on it.
+    fence(heap + USED)
     bit = (bits & 0) + 1 << (chunk & 63).to(tl.int64)
     for order in tl.static_range(ORDERS):
         tl.atomic_or(hint_ptr(heap, order, chunk), bit, mask=run != 0, sem="relaxed")
         if order + 1 < ORDERS:
             run = run & lsr(run, 1 << order)
-    bump_epoch(heap)
 
 
 @triton.jit
@@ -304,8 +307,8 @@ def take_chunks(heap, n):
     """Take ``n`` >= 64 adjacent pages, beginning at a chunk. Returns the first page, -1 if none.
 
     Candidates come from hint row 6, first fit, and are looked at before anything is taken, so
-    that memory goes back (and the epoch moves) only if another program got in between. Programs
-    take in ascending order: of two that overlap, one gets on.
+    that memory goes back (and the epoch moves) only if another program got in between. Two that
+    overlap may both step back and try again: here progress is only obstruction-free.
     """
     count = n >> 6
     rest = low_mask((n & 63).to(tl.int64))
@@ -373,4 +376,5 @@ def release_run(heap, page, n):
     """Free the ``n`` pages (int32 scalars) of a run; returns 0."""
     count_pages(heap, -n)
     give_run(heap, page, n)
+    bump_epoch(heap)
     return n * 0

@@ -30,8 +30,8 @@ Order
     -> fence of the retirer -> page bits -> fence of the refill -> stripe word -> ticket -> fence
     of the malloc. Credits that go back (detach) pass a fence too.
 Reuse (ABA)
-    Compare-and-swaps of page words compare the whole state; an equal state is an equal right,
-    whatever happened in between. Stripe words are never compared.
+    Compare-and-swaps of page and stripe words compare the whole state; an equal state is an
+    equal right, whatever happened in between.
 Progress
     Lock-free. The program whose subtraction took a stripe below zero refills it; others wait for
     it a bounded time (it is running, not waiting to be scheduled) and then refill themselves.
@@ -56,7 +56,7 @@ from .layout import (
     PUBLISHED,
     STRIPE_STRIDE,
     STRIPES,
-    class_bytes,
+    USED,
     class_slots,
     hint_ptr,
     load_geometry,
@@ -81,7 +81,6 @@ from .pages import (
     lane_bits,
     leave_transit,
     take_pages,
-    transit_ptr,
 )
 
 FLUSH_IDLE = tl.constexpr(0)  # only batches with a page that is free as a whole
@@ -115,41 +114,39 @@ def settle(heap, chunk, bits):
     """Do what the page words of one chunk (int32; ``bits`` says which pages) ask for: retire
     those that are idle, publish those with free slots that no search would find. Returns 0.
 
-    Whoever makes a page idle or hidden by its change of the page word calls this. The state
-    is read anew; a failed compare-and-swap means it changed again, so it is looked at again.
+    Whoever makes a page idle or hidden by its change of the page word calls this. The state is
+    read anew; a failed compare-and-swap means it changed again, so it is looked at again. In
+    transit meanwhile: a retired page is in hand until its bit is set, and a page whose flag is
+    set is hidden until its hint is, although other frees rely on the flag and return. The flag
+    comes before the hint, so that :func:`unpublish` sees either the flag or our hint behind its
+    clearing.
     """
     lane = tl.arange(0, 64)
-    page = chunk * 64 + lane
-    ptr = page_word_ptr(heap, page)
+    word_ptr = page_word_ptr(heap, chunk * 64 + lane)
     mine = (lsr(bits, lane.to(tl.int64)) & 1) != 0
-    retired = mine & (lane < 0)
-    going = tl.sum(mine.to(tl.int32), axis=0) > 0
-    row_fence = transit_ptr(heap)
+    bit = tl.full((64,), 1, tl.int64) << (chunk & 63).to(tl.int64)
+    retired = bits & 0
+    enter_transit(heap)
+    going = bits != 0
     while going:
-        word = atomic_load(ptr, mine)
+        word = atomic_load(word_ptr, mine)
         idle = mine & is_idle(word)
         hidden = mine & is_hidden(word) & (idle == 0)
-        # The hint comes before the flag: whoever sees PUBLISHED may rely on it.
-        row = hint_ptr(heap, ORDERS + page_class(word), chunk)
-        bit = (word & 0) + 1 << (chunk & 63).to(tl.int64)
-        tl.atomic_or(row, bit, mask=hidden, sem="relaxed")
-        fence(row_fence)
-        desired = tl.where(idle, 0, tl.where(hidden, word | PUBLISHED, word))
         expected = tl.where(idle | hidden, word, 0)
-        desired = tl.where(idle | hidden, desired, 0)
-        old = atomic_cas(ptr, expected, desired)
-        won = old == expected
-        retired = retired | (idle & won)
+        desired = tl.where(hidden, word | PUBLISHED, 0)
+        won = atomic_cas(word_ptr, expected, desired) == expected
+        # Also: what the frees came after that made pages idle is now before the give.
+        fence(heap + USED)
+        row = hint_ptr(heap, ORDERS + page_class(word), chunk)
+        tl.atomic_or(row, bit, mask=hidden & won, sem="relaxed")
+        retired = retired | lane_bits(idle & won)
         mine = (idle | hidden) & (won == 0)
-        going = tl.sum(mine.to(tl.int32), axis=0) > 0
-    count = tl.sum(retired.to(tl.int32), axis=0)
-    if count > 0:
-        free = lane_bits(retired)
-        count_pages(heap, -count)
-        # What the frees that made the pages idle came after is now before the give.
-        fence(row_fence)
-        give_pages(heap, chunk + lane * 0, tl.where(lane == 0, free, 0), lane == 0)
-    return count * 0
+        going = lane_bits(mine) != 0
+    if retired != 0:
+        count_pages(heap, -popcount(retired))
+        give_pages(heap, chunk + lane * 0, tl.where(lane == 0, retired, 0), lane == 0)
+    leave_transit(heap, chunk * 0 + 1)
+    return chunk * 0
 
 
 @triton.jit
@@ -175,16 +172,17 @@ def detach(heap, cls, word):
         credits = stripe_credits(word)
         unused = tl.maximum(credits, 0)
         tl.atomic_add(heap + GRANTED + cls, -unused, sem="relaxed")
-        # The hint before the flag: whoever sees PUBLISHED may rely on it. The same fence puts the
-        # credits' former owners before whoever draws them again.
-        bit = tl.full((), 1, tl.int64) << (page >> 6 & 63).to(tl.int64)
-        tl.atomic_or(hint_ptr(heap, ORDERS + cls, page >> 6), bit, sem="relaxed")
+        # The credits' former owners happen before whoever draws them again.
         fence(heap + GRANTED + cls)
         back = unissued_slots(batch, credits, slots, lane).to(tl.int64)
         change = back + (PUBLISHED - ATTACHED)
         mine = lane < batch
         ptr = page_word_ptr(heap, page + tl.where(mine, lane, 0))
         now = tl.atomic_add(ptr, change, mask=mine, sem="relaxed") + change
+        # The flag before the hint, as in settle.
+        fence(heap + GRANTED + cls)
+        bit = tl.full((), 1, tl.int64) << (page >> 6 & 63).to(tl.int64)
+        tl.atomic_or(hint_ptr(heap, ORDERS + cls, page >> 6), bit, sem="relaxed")
         idle = lane_bits(mine & is_idle(now))
         if idle != 0:
             settle(heap, page >> 6, idle << (page & 63).to(tl.int64))
@@ -302,11 +300,10 @@ def renew(heap, cls, old):
 def open_batch(heap, cls, previous):
     """Take fresh pages and make them slabs: a stripe word, or 0. The caller is in transit.
 
-    A batch grows fourfold over the stripe's ``previous`` length, up to about 16384 slots: little
-    used classes stay small, and busy ones refill rarely.
+    A batch grows fourfold over the stripe's ``previous`` length: little used classes stay small,
+    and busy ones refill rarely.
     """
-    cap = class_bytes(cls) >> 2
-    cap = tl.minimum(cap, load_geometry(heap, G_MAX_BATCH).to(tl.int32))
+    cap = load_geometry(heap, G_MAX_BATCH).to(tl.int32)
     batch = tl.minimum(tl.maximum(previous * 4, 1), cap)
     page = tl.full((), -1, tl.int32)
     while (page < 0) & (batch > 0):
@@ -327,17 +324,23 @@ def open_batch(heap, cls, previous):
 
 @triton.jit
 def steal(heap, cls, need):
-    """A ticket for ``need`` slots from whichever stripe of the class has credits, or 0."""
+    """Tickets for up to ``need`` slots from whichever stripe of the class has credits, or 0.
+
+    By compare-and-swap, never below zero: who takes a stripe below zero must refill it.
+    """
     lane = tl.arange(0, 64)
     stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
     ptr = stripe_ptr(heap, cls, lane)
-    words = atomic_load(ptr, lane < stripes)
-    at = tl.min(tl.where((lane < stripes) & (stripe_credits(words) > 0), lane, 64), axis=0)
     result = tl.full((), 0, tl.int64)
-    if at < 64:
-        old = tl.atomic_add(stripe_ptr(heap, cls, at), -need.to(tl.int64), sem="relaxed")
-        if stripe_credits(old) > 0:
-            result = old
+    at = need * 0
+    while (result == 0) & (at < 64):
+        words = atomic_load(ptr, lane < stripes)
+        at = tl.min(tl.where((lane < stripes) & (stripe_credits(words) > 0), lane, 64), axis=0)
+        if at < 64:
+            word = tl.sum(tl.where(lane == at, words, 0), axis=0)
+            rest = word - tl.minimum(stripe_credits(word), need.to(tl.int64))
+            if atomic_cas(stripe_ptr(heap, cls, at), word, rest) == word:
+                result = word
     return result
 
 
@@ -379,8 +382,8 @@ def flush(heap, index, end, mode):
 
 @triton.jit
 def find_batch(heap, cls, old, again):
-    """A batch for a stripe that had ``old``: renewed, drawn or opened. ``(word, k)``: a stripe
-    word or 0, and how many pages at the front of ``old`` it took over.
+    """A batch for a stripe that had ``old``: renewed, drawn or opened. Returns a stripe word or
+    0, how many pages at the front of ``old`` it took over, and how many are new.
 
     A busy stripe (long batches) does not care for single pages with few free slots while fresh
     ones are to be had. ``again`` != 0: a search failed already; then nothing is announced unless
@@ -389,6 +392,7 @@ def find_batch(heap, cls, old, again):
     """
     _page, previous, _fresh = stripe_place(old)
     kept = previous * 0
+    opened = previous * 0
     word = tl.full((), 0, tl.int64)
     if (previous > 0) & (stripe_credits(old) <= 0):
         word = renew(heap, cls, old)
@@ -407,12 +411,10 @@ def find_batch(heap, cls, old, again):
             word = open_batch(heap, cls, previous)
             if word == 0:
                 leave_transit(heap, previous * 0)
-            else:
-                _first, opened, _new = stripe_place(word)
-                count_pages(heap, opened)
+            _first, opened, _new = stripe_place(word)
     if word == 0:
         word = draw(heap, cls, previous * 0 + 1)
-    return word, kept
+    return word, kept, opened
 
 
 @triton.jit(noinline=True)
@@ -431,8 +433,9 @@ def refill(heap, cls, ptr, need, again):
     page, batch, fresh = stripe_place(old)
     word = old
     kept = batch
+    opened = batch * 0
     if stripe_credits(old) <= 0:
-        word, kept = find_batch(heap, cls, old, again)
+        word, kept, opened = find_batch(heap, cls, old, again)
     else:
         # Somebody refilled it before us.
         enter_transit(heap)
@@ -448,6 +451,8 @@ def refill(heap, cls, ptr, need, again):
         if kept < batch:
             rest = pack_stripe(page + kept, batch - kept, fresh, tl.minimum(credits, 0))
             detach(heap, cls, rest)
+        if opened > 0:
+            count_pages(heap, opened)
     if word != 0:
         leave_transit(heap, need * 0 + 1)
     if again == 0:
@@ -470,7 +475,7 @@ def more_tickets(heap, cls, need, crossed):
     polls = tl.where(crossed != 0, 0, POLLS)
     while polls > 0:
         polls -= 1
-        if stripe_credits(atomic_load(ptr)) > 0:
+        if stripe_credits(atomic_load(ptr)) >= 0:
             old = tl.atomic_add(ptr, -need.to(tl.int64), sem="relaxed")
             if stripe_credits(old) > 0:
                 result = old
@@ -492,6 +497,8 @@ def more_tickets(heap, cls, need, crossed):
             same = (gained == 0) & (after >= 0) & (after == before)
             quiet = tl.where(same, quiet + 1, 0)
             before = after
+    # What the stripe's refill came after happens before what the caller does with the slots.
+    fence(ptr)
     return result
 
 

@@ -1,4 +1,4 @@
-"""Misuse: each case has one outcome, is counted, and leaves the heap and other blocks as they were."""
+"""Misuse: each case has one outcome, is counted, and leaves all other blocks as they were."""
 
 import gc
 from collections.abc import Iterator
@@ -260,8 +260,8 @@ def test_more_errors_than_records() -> None:
     with Heap("1MiB") as heap, bystanders(heap):
         for _ in range(20):
             heap.free([12345] * 3)
-        with recorded(heap, InvalidFree, "61 x invalid free"):
-            heap.free([12345])
+        with pytest.raises(InvalidFree, match="60 x invalid free"):
+            heap.check()
 
 
 # Making a heap --------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def test_the_end_of_a_context_raises_what_was_recorded_and_closes() -> None:
 
 def test_an_exception_inside_is_not_masked() -> None:
     heap = Heap("1MiB")
-    with pytest.raises(RuntimeError, match="the user's own"), heap:
+    with pytest.raises(RuntimeError, match="the user's own"), heap:  # noqa: PT012
         heap.free([12345])
         raise RuntimeError("the user's own")
     assert heap.closed

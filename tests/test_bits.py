@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS
 from tests import user_kernels as uk
 from tests.support import DEVICE
 
@@ -123,3 +124,14 @@ def test_floor_log2() -> None:
     uk.floor_log2_kernel[(1,)](given_values, logs, BLOCK=128)
     assert len(values) == 128
     assert logs.tolist() == [value.bit_length() - 1 for value in values]
+
+
+def test_divide() -> None:
+    """Every dividend below 2**17 by every divisor in use, and by the extremes of the domain."""
+    divisors = sorted({*CLASS_SIZES, *CLASS_SLOTS, *range(1, 9), (1 << 16) - 1})
+    block = 1 << 17
+    quotients = torch.zeros(len(divisors), block, dtype=torch.int32, device=DEVICE)
+    by = torch.tensor(divisors, dtype=torch.int32, device=DEVICE)
+    uk.divide_kernel[(len(divisors),)](by, quotients, BLOCK=block, num_warps=8)
+    wanted = torch.arange(block, dtype=torch.int32, device=DEVICE)[None, :] // by[:, None]
+    assert torch.equal(quotients, wanted)

@@ -1,6 +1,7 @@
 """Sizes: texts, the class table and its law, and the device's arithmetic equal to the table."""
 
 from bisect import bisect_left
+from itertools import pairwise
 
 import pytest
 import torch
@@ -46,8 +47,10 @@ def test_parse_size(text: int | str, nbytes: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "MiB", "64 MiBs", "64 M", "-1", "-1MiB", "1,5GiB", "1.5.2GiB", ".5MiB", "1.MiB", "1e6"]
-    + ["0x10", "1.5", "0.3KiB", "nan", "inf", "64MiB 2", "1 000", "1_000", "64\u00b5B"],
+    [
+        *("", " ", "MiB", "64 MiBs", "64 M", "-1", "-1MiB", "1,5GiB", "1.5.2GiB", ".5MiB"),
+        *("1.MiB", "1e6", "0x10", "1.5", "0.3KiB", "nan", "inf", "64MiB 2", "1 000", "1_000"),
+    ],
 )
 def test_nonsense_texts(text: str) -> None:
     with pytest.raises(InvalidArgument):
@@ -92,7 +95,7 @@ def test_classes_grow_in_sixteens() -> None:
 
 def test_waste_of_a_slot_is_a_fifth_at_most() -> None:
     """The worst request of each class is one byte more than the class below holds."""
-    for below, size in zip(CLASS_SIZES, CLASS_SIZES[1:], strict=False):
+    for below, size in pairwise(CLASS_SIZES):
         wasted = size - (below + 1)
         if size <= 128:
             assert wasted < 16
@@ -118,9 +121,7 @@ def test_powers_of_two_align_themselves() -> None:
 
 
 def test_the_device_computes_the_same_table() -> None:
-    cls, nbytes, slots = (
-        torch.zeros(MAX_SLOT, dtype=torch.int32, device=DEVICE) for _ in range(3)
-    )
+    cls, nbytes, slots = (torch.zeros(MAX_SLOT, dtype=torch.int32, device=DEVICE) for _ in range(3))
     uk.size_class_kernel[(1,)](cls, nbytes, slots, BLOCK=MAX_SLOT, num_warps=8)
     wanted = [bisect_left(CLASS_SIZES, size) for size in range(1, MAX_SLOT + 1)]
     assert cls.tolist() == wanted

@@ -276,9 +276,7 @@ def churn_lanes_kernel(
 
 
 @triton.jit
-def churn_scalar_kernel(
-    heap, wrong, nulls, rounds, smallest, largest, seed, STEP: tl.constexpr
-):
+def churn_scalar_kernel(heap, wrong, nulls, rounds, smallest, largest, seed, STEP: tl.constexpr):
     """The same with one allocation per program."""
     program = tl.program_id(0)
     bad = tl.zeros((1,), tl.int64)
@@ -312,9 +310,7 @@ def produce_kernel(
 
 
 @triton.jit
-def consume_kernel(
-    heap, addrs, usables, wrong, order, BLOCK: tl.constexpr, STEP: tl.constexpr
-):
+def consume_kernel(heap, addrs, usables, wrong, order, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """Verify and free what `produce_kernel` published, in the permutation ``order``."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     taken = tl.load(order + index)
@@ -400,3 +396,12 @@ def low_mask_kernel(masks, BLOCK: tl.constexpr):
 def floor_log2_kernel(values, logs, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     tl.store(logs + lane, bits.floor_log2(tl.load(values + lane)))
+
+
+@triton.jit
+def divide_kernel(divisors, quotients, BLOCK: tl.constexpr):
+    """Program p: 0..BLOCK-1 divided by the p-th divisor."""
+    program = tl.program_id(0)
+    x = tl.arange(0, BLOCK)
+    found = bits.divide(x, tl.load(divisors + program))
+    tl.store(quotients + program.to(tl.int64) * BLOCK + x, found)
