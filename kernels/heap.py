@@ -57,7 +57,6 @@ from .pages import release_run
 from .record import record_error
 from .slabs import is_slab, more_tickets, settle, take_run
 
-
 # Lanes ----------------------------------------------------------------------------------------
 
 
@@ -346,8 +345,7 @@ def finish_frees(heap, page, asks):
     while left > 0:
         chunk = pick(page, first_lane(asks)) >> 6
         same = asks & ((page >> 6) == chunk)
-        # Only one lane of a program changed a page last, but two may ask for the same page.
-        lane = tl.arange(0, 64)
+        # Several lanes may ask for the same page.
         bits = tl.full((), 0, tl.int64)
         turn = same
         more = count_lanes(turn)

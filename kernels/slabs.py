@@ -232,8 +232,8 @@ def draw(heap, cls, least):
     """Attach the page with most free slots of a hinted chunk: a stripe word, or 0.
 
     A page with fewer than ``least`` free slots does not count; ``least`` > 1 looks at one chunk
-    only, 1 searches them all and drops the hints of those that have nothing. On success the caller holds
-    all free slots of the page as credits and is one more time in transit.
+    only, 1 searches them all and drops the hints of those that have nothing. On success the
+    caller holds all free slots of the page as credits, and is once more in transit.
     """
     lane = tl.arange(0, 64)
     row = ORDERS + cls

@@ -48,7 +48,7 @@ def usable(heap: Heap, addrs: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("block", "warps"), WIDTHS)
 def test_block_widths(block: int, warps: int) -> None:
     """Equal sizes, mixed sizes, and a ragged last program."""
-    n = min(2 * block + block // 2 + 1, 5000)
+    n = min(2 * block + block // 2 + 1, 4500)
     with Heap("16MiB") as heap:
         same = malloc_lanes(heap, [48] * n, block, warps)
         assert_blocks(heap, same, [48] * n)
@@ -200,7 +200,7 @@ def test_zero_bytes() -> None:
 
 
 def test_powers_of_two_are_aligned_to_themselves() -> None:
-    sizes = [1 << k for k in range(18)] * 4
+    sizes = [1 << k for k in range(18)] * 2
     with Heap("16MiB") as heap:
         heap.malloc([16, 48, 80, 5000])
         addrs = malloc_lanes(heap, sizes)
@@ -209,7 +209,7 @@ def test_powers_of_two_are_aligned_to_themselves() -> None:
         heap.reset()
 
 
-@pytest.mark.parametrize("pages", [1, 2, 15, 16])
+@pytest.mark.parametrize("pages", [1, 15, 16])
 def test_runs_up_to_the_capacity(pages: int) -> None:
     with Heap("1MiB") as heap:
         for nbytes in (pages * PAGE_BYTES, pages * PAGE_BYTES - 1):
@@ -235,13 +235,13 @@ def test_a_heap_of_one_page() -> None:
             assert_whole_capacity(heap)
 
 
-@pytest.mark.parametrize("pages", [17, 63, 64, 65, 130, 1601])
+@pytest.mark.parametrize("pages", [17, 65, 1601])
 def test_odd_capacities(pages: int) -> None:
     """Capacities that are no power of two, with partial chunks and partial words of hints."""
     with Heap(pages * PAGE_BYTES + 12345) as heap:
         assert heap.capacity == pages * PAGE_BYTES
         assert_whole_capacity(heap)
-        count = min(pages, 200)
+        count = min(pages, 70)
         singles = heap.malloc([PAGE_BYTES] * count)
         assert_blocks(heap, singles, [PAGE_BYTES] * count)
         heap.audit()
@@ -294,11 +294,11 @@ def test_whole_capacity_after_any_workload() -> None:
 
 
 def test_freed_memory_is_used_again() -> None:
-    with Heap("1MiB") as heap:
+    with Heap("256KiB") as heap:
         first = heap.malloc([64] * 1000)
         heap.free(first)
         # More than what is left besides: some of them must return.
-        second = heap.malloc([64] * (heap.capacity // 64))
+        second = malloc_lanes(heap, [64] * (heap.capacity // 64), 4096)
         assert set(first.tolist()) <= set(second.tolist())
         heap.free(second)
 

@@ -77,7 +77,19 @@ def compile_case(case: Case, target: str) -> CompiledKernel:
         constexprs=dict(case.constexprs),
         attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
     )
+    # The kernels ask which target they are compiled for; without a GPU there is no driver to say.
+    triton.runtime.driver.set_active(_Driver(TARGETS[target]))
     return triton.compile(source, target=TARGETS[target], options={"num_warps": case.warps})
+
+
+class _Driver:
+    """As much of a driver as compiling asks for: the target."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
 
 
 def usage(case: Case, target: str) -> Usage:

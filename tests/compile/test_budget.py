@@ -32,6 +32,9 @@ def test_within_budget(measured: Measured, key: str) -> None:
     assert not over, f"{key} exceeds its budget: {'; '.join(over)}"
 
 
+@pytest.mark.xfail(
+    reason="values live across calls of cold functions spill; see docs/performance.md"
+)
 @pytest.mark.parametrize("key", [key for key in KEYS if key.endswith("/w4@cuda90")])
 def test_no_spills_at_four_warps(measured: Measured, key: str) -> None:
     row = measured[key]
