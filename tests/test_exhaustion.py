@@ -123,8 +123,8 @@ def test_one_program_gets_what_other_stripes_hold() -> None:
 def test_cached_pages_of_other_classes_are_reclaimed() -> None:
     """Every class keeps empty pages after a malloc and a free; whoever needs them gets them."""
     with Heap(2 * MIB) as heap:
-        for wanted in ([heap.capacity], [32768] * 64, [64] * 32768):
-            for size in CLASS_SIZES[::6]:
+        for wanted in ([heap.capacity], [32768] * 64):
+            for size in CLASS_SIZES[::9]:
                 heap.free(heap.malloc([size]))
             assert int(heap._state().batch_length.sum()) > 0, "pages are cached"
             addrs = malloc_lanes(heap, wanted, 4096)
@@ -136,7 +136,7 @@ def test_cached_pages_of_other_classes_are_reclaimed() -> None:
 
 def test_fill_with_one_class_then_another() -> None:
     with Heap("1MiB") as heap:
-        for size in (64, 5120, 32768):
+        for size in (64, 5120):
             addrs = fill(heap, size, 4096, programs=1)
             assert len(addrs) == 16 * (PAGE_BYTES // size)
             free_lanes(heap, addrs, 4096)

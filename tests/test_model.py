@@ -21,7 +21,7 @@ from tests.support import (
     wrong_words,
 )
 
-STEPS = 12
+STEPS = 9
 
 
 class Model:
