@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -333,7 +334,11 @@ class Heap:
     def _requests(self, values: torch.Tensor | Sequence[int], name: str) -> torch.Tensor:
         self._require_open()
         if not isinstance(values, torch.Tensor):
-            return torch.tensor(values, dtype=torch.int64).to(self.device)
+            try:
+                requests = torch.tensor([operator.index(value) for value in values])
+                return requests.to(self.device, torch.int64)
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                raise InvalidArgument(f"{name} must be 64-bit integers: {error}") from error
         if values.dtype != torch.int64 or values.device != self.device:
             raise InvalidArgument(
                 f"{name} must be an int64 tensor on {self.device}, not {values.dtype} on "

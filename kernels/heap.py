@@ -330,12 +330,26 @@ def free_lanes(heap, addr, active):
         wrong = active & (freed == 0)
         if count_lanes(wrong) > 0:
             # Nothing lives at a well-formed address: freed before, or never handed out.
-            chunk_bits = atomic_load(page_bits_ptr(heap, page >> 6), inside)
-            page_free = (lsr(chunk_bits, (page & 63).to(tl.int64)) & 1) != 0
-            dead = tracked | run | ((page_kind(state) == KIND_FREE) & page_free)
+            empty = inside & (page_kind(state) == KIND_FREE)
+            dead = tracked | run | (empty & pages_become_free(heap, page, wrong & empty))
             double = wrong & inside & dead
             report_lanes(heap, E_DOUBLE_FREE, double, addr, addr * 0)
             report_lanes(heap, E_INVALID_FREE, wrong & (double == 0), addr, addr * 0)
+
+
+@triton.jit
+def pages_become_free(heap, page, active):
+    """Which of the pages are free, rather than inside a run. Looks again a few times, because a
+    page that is just being given back has lost its page word and not yet got its page bit."""
+    ptr = page_bits_ptr(heap, page >> 6)
+    shift = (page & 63).to(tl.int64)
+    found = active & (active == 0)
+    looks = count_lanes(active) * 0 + 64
+    while looks > 0:
+        bits = atomic_load(ptr, active)
+        found = active & ((lsr(bits, shift) & 1) != 0)
+        looks = tl.where(count_lanes(active & (found == 0)) > 0, looks - 1, 0)
+    return found
 
 
 @triton.jit

@@ -70,7 +70,7 @@ def recorded(heap: Heap, error: type[Exception], *texts: str) -> Iterator[None]:
 # Sizes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [-1, -16, -(1 << 40), -(1 << 62), -(1 << 63)])
+@pytest.mark.parametrize("size", [-1, -(1 << 40), -(1 << 63)])
 def test_negative_sizes(size: int) -> None:
     with Heap("1MiB") as heap, bystanders(heap):
         with recorded(heap, InvalidArgument, f"malloc of {size} bytes", "2 x invalid argument"):
@@ -80,7 +80,7 @@ def test_negative_sizes(size: int) -> None:
         assert heap.stats().failures == 0
 
 
-@pytest.mark.parametrize("size", [MIB + 1, 1 << 32, 1 << 33, 1 << 40, 1 << 62, (1 << 63) - 1])
+@pytest.mark.parametrize("size", [MIB + 1, 1 << 33, 1 << 62, (1 << 63) - 1])
 def test_sizes_over_the_capacity(size: int) -> None:
     with Heap("1MiB") as heap, bystanders(heap):
         with recorded(heap, OutOfMemory, "2 x out of memory", "the whole heap has 1 MiB"):
@@ -172,7 +172,7 @@ def test_the_rest_of_a_slab_page() -> None:
 # Double frees ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [16, 64, 32768, PAGE_BYTES, 3 * PAGE_BYTES])
+@pytest.mark.parametrize("size", [16, 32768, 3 * PAGE_BYTES])
 def test_twice_in_one_program(size: int) -> None:
     with Heap("1MiB") as heap, bystanders(heap):
         addrs = heap.malloc([size] * 2)

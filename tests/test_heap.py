@@ -241,7 +241,7 @@ def test_odd_capacities(pages: int) -> None:
     with Heap(pages * PAGE_BYTES + 12345) as heap:
         assert heap.capacity == pages * PAGE_BYTES
         assert_whole_capacity(heap)
-        count = min(pages, 70)
+        count = min(pages, 17)
         singles = heap.malloc([PAGE_BYTES] * count)
         assert_blocks(heap, singles, [PAGE_BYTES] * count)
         heap.audit()

@@ -125,7 +125,7 @@ class Model:
 
 
 @pytest.mark.parametrize("pages", [10, 150])
-@pytest.mark.parametrize("seed", range(3), ids=lambda seed: f"seed{seed}")
+@pytest.mark.parametrize("seed", range(2), ids=lambda seed: f"seed{seed}")
 def test_random_trace(seed: int, pages: int) -> None:
     generator = random.Random(seed * 1000 + pages)
     with Heap(pages * PAGE_BYTES) as heap:
