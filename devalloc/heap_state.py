@@ -332,6 +332,13 @@ class State:
         slab = self.kind == SLAB
         self._fail_at(slab & (self.cls >= len(_SLOTS)), "H4: slabs of no class")
         self._fail_at(self.in_batches != self.attached, "H4: attached pages and batches disagree")
+        batch_slots = self.batch_length * _SLOTS[:, None]
+        if (self.credits > batch_slots).any():
+            cls, stripe = np.argwhere(self.credits > batch_slots)[0]
+            raise CorruptionError(
+                f"H4: stripe {stripe} of class {cls} has {self.credits[cls, stripe]} credits, "
+                f"but its batch has {batch_slots[cls, stripe]} slots"
+            )
         bits = slot_counts(self.control, self.geometry)
         self._fail_at(~slab & (bits != 0), "H4: live slots in pages that are no slabs")
         self._fail_at(slab & (bits != self.live), "H4: slot bits and the account disagree")

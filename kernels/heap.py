@@ -417,7 +417,8 @@ def as_lanes(x, mask):
     lanes = x + tl.zeros((1,), tl.int64)
     active = lanes == lanes
     if mask is not None:
-        active = active & mask
+        # (Not `active & mask`: the interpreter would keep that as integers.)
+        active = tl.where(mask, lanes * 0 + 1, 0) != 0
         lanes = lanes + active.to(tl.int64) * 0
     return lanes, active
 
