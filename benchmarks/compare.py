@@ -26,7 +26,12 @@ from benchmarks.rows import WIDTHS
 PEERS = ROOT / "benchmarks" / "peers" / "h200.csv"
 TARGETS = ROOT / "benchmarks" / "targets.csv"
 DOCUMENT = ROOT / "docs" / "performance.md"
-BEGIN, END = "<!-- table:device -->", "<!-- /table:device -->"
+README = ROOT / "README.md"
+DEVICE_TABLE, README_TABLE = "device", "readme"
+
+# The rows that the README shows, by what the row's name begins with.
+SHOWN = ("thread-64-1000000", "thread-1024-1000000", "mixed-4096-", "warp-1024-", "cta-65536-",
+         "cta-1048576-", "churn-1024-65536", "latency-64-", "oom-64-", "frag-")  # fmt: skip
 
 # The built-in malloc makes its heap when the first kernel allocates, so its `init` says nothing.
 NO_CREATE = {"cuda"}
@@ -259,18 +264,28 @@ def describe(rows: list[dict[str, str]], results: Results, lines: list[Compariso
     ]
 
 
-def write_block(document: Path, text: str) -> None:
+def short_table(lines: list[Comparison]) -> str:
+    """The README's rows: ours beside the best peer's."""
+    head = "| row | op | unit | devalloc | best peer | |\n| --- | --- | --- | ---: | ---: | --- |"
+    body = [f"| {' | '.join([*cells(line)[:6]])} |" for line in lines if line.row.startswith(SHOWN)]
+    return "\n".join([head, *body])
+
+
+def write_block(document: Path, name: str, text: str) -> None:
     """Replace what stands between the markers; a document without them is an error."""
+    begin, end = f"<!-- table:{name} -->", f"<!-- /table:{name} -->"
     old = document.read_text()
-    if old.count(BEGIN) != 1 or old.count(END) != 1 or old.index(BEGIN) > old.index(END):
-        raise click.ClickException(f"{document} needs one {BEGIN} and, after it, one {END}")
-    before, _, rest = old.partition(BEGIN)
-    document.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+    if old.count(begin) != 1 or old.count(end) != 1 or old.index(begin) > old.index(end):
+        raise click.ClickException(f"{document} needs one {begin} and, after it, one {end}")
+    before, _, rest = old.partition(begin)
+    document.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
 
 
 @click.command()
 @click.argument("file", required=False, type=click.Path(exists=True, path_type=Path))
-@click.option("--write-docs", is_flag=True, help="Put the table into docs/performance.md.")
+@click.option(
+    "--write-docs", is_flag=True, help="Put the tables into docs/performance.md and README.md."
+)
 @click.option("--lanes", default=WIDTHS[0][0], show_default=True, help="Lanes per program.")
 @click.option("--warps", default=WIDTHS[0][1], show_default=True, help="Warps per program.")
 def main(file: Path | None, write_docs: bool, lanes: int, warps: int) -> None:
@@ -286,8 +301,10 @@ def main(file: Path | None, write_docs: bool, lanes: int, warps: int) -> None:
     print_table(lines, about)
     if write_docs:
         widths = "All rows as measured, by lanes x warps of a program (scalar ones in the first):"
-        write_block(DOCUMENT, f"{markdown(lines, about)}\n\n{widths}\n\n{width_table(rows)}")
-        Console().print(f"wrote {DOCUMENT}")
+        text = f"{markdown(lines, about)}\n\n{widths}\n\n{width_table(rows)}"
+        write_block(DOCUMENT, DEVICE_TABLE, text)
+        write_block(README, README_TABLE, short_table(lines))
+        Console().print(f"wrote {DOCUMENT} and {README}")
 
 
 if __name__ == "__main__":

@@ -250,9 +250,9 @@ def test_the_width_table_shows_what_went_wrong() -> None:
 
 def test_the_block_in_a_document_is_replaced(tmp_path: Path) -> None:
     document = tmp_path / "performance.md"
-    document.write_text(f"before\n{compare.BEGIN}\nold\n{compare.END}\nafter\n")
-    compare.write_block(document, "new")
-    assert document.read_text() == f"before\n{compare.BEGIN}\nnew\n{compare.END}\nafter\n"
+    document.write_text("before\n<!-- table:x -->\nold\n<!-- /table:x -->\nafter\n")
+    compare.write_block(document, "x", "new")
+    assert document.read_text() == "before\n<!-- table:x -->\nnew\n<!-- /table:x -->\nafter\n"
     document.write_text("no markers")
     with pytest.raises(compare.click.ClickException):
-        compare.write_block(document, "new")
+        compare.write_block(document, "x", "new")
