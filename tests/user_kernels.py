@@ -113,9 +113,11 @@ def malloc_conditional_kernel(heap, addrs, rounds, nbytes):
     program = tl.program_id(0)
     addr = tl.full((), 0, tl.int64)
     if program % 2 == 1:
-        for _ in range(rounds):
+        left = rounds + program * 0
+        while left > 0:
             da.free(heap, addr)
             addr = da.malloc(heap, nbytes)
+            left -= 1
     tl.store(addrs + program, addr)
 
 
@@ -158,8 +160,10 @@ def free_twice_kernel(heap, addrs):
 def free_shared_kernel(heap, addrs, count):
     """All programs free all of ``addrs``, each beginning at another one."""
     program = tl.program_id(0)
-    for i in range(count):
+    i = program * 0
+    while i < count:  # (Triton 3.6's interpreter has no range over an argument with NumPy 2.4)
         da.free(heap, tl.load(addrs + (program + i) % count))
+        i += 1
 
 
 @triton.jit
