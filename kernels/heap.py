@@ -5,8 +5,8 @@ lane. The lanes of a program that want the same thing as its first active lane a
 atomic; the others go lane by lane, in the same instruction.
 
 A malloc of one lane or of a uniform block is two dependent round trips to memory: the ticket and
-the claim. A free is three: pin, clear, count. Everything else is behind a branch, in functions
-that are not inlined.
+the claim. A free is three: pin, clear, count. Everything else is behind a branch, and its bulk in
+functions that are not inlined.
 
 Owns the slot bits: bit s of a slab page is set while slot s is live.
 """

@@ -65,7 +65,6 @@ G_PAGE_BITS = tl.constexpr(7)
 G_PAGE_WORDS = tl.constexpr(8)
 G_SLOT_BITS = tl.constexpr(9)
 G_WORDS = tl.constexpr(10)  # length of the control block
-G_DEVICE = tl.constexpr(11)
 
 # Mutable words at fixed places.
 ERRORS = tl.constexpr(32)

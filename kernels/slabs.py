@@ -9,9 +9,11 @@ be counted by a free that has cleared its bit. A ticket is one subtraction from 
 promises a clear slot bit in the stripe's batch of pages, which the malloc then claims.
 
 Shared words and their writers
-    *Stripe word* (class, stripe): malloc subtracts credits; a refill or a flush exchanges it.
-    *Page word*: free adds pins and counts; draw, detach and settle change the state.
-    *Class hint*: row ORDERS + class, a bit per chunk: it may hold a page with count > 0.
+    *Stripe word* (class, stripe): malloc subtracts credits; a refill or a flush exchanges it; a
+    steal takes credits by compare-and-swap.
+    *Page word*: free adds pins and counts; open, draw, renew, detach, settle and unpublish change
+    the state.
+    *Class hint*: row ORDERS + class, a bit per chunk. PUBLISHED in a page word promises it.
 Linearisation
     malloc: the subtraction that returned enough credits. free: the addition to count.
 Who may do what
@@ -24,7 +26,8 @@ Why pins
     address has no slot; without a pin the page could be retired and cut anew between its look at
     the page word and its clearing of the bit, and it would clear a stranger's bit.
 Order
-    Every atomic is relaxed; `fence` orders. Free fences before it touches anything, so the
+    `fence` orders; the atomics are relaxed, but for the ticket and the claim of a single lane,
+    which acquire and so replace the last fence. Free fences before it touches anything, so the
     payload happens before the clearing of the bit and before the count. Malloc fences after its
     claim, so it comes after the clearing of the bit that it claimed. Across a retirement: count
     -> fence of the retirer -> page bits -> fence of the refill -> stripe word -> ticket -> fence
