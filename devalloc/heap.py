@@ -327,9 +327,9 @@ class Heap:
         Never needed for correctness: a malloc that finds no memory does the same by itself.
         """
         self._require_open()
-        stripes = layout.NUM_CLASSES.value * self._geometry.stripes
+        batches = self._geometry.batches
         with _on(self.device):
-            upkeep.trim_kernel[((stripes + 63) // 64,)](self._handle, stripes, num_warps=1)
+            upkeep.trim_kernel[((batches + 63) // 64,)](self._handle, batches, num_warps=1)
 
     def _requests(self, values: torch.Tensor | Sequence[int], name: str) -> torch.Tensor:
         self._require_open()

@@ -1,6 +1,6 @@
 """Reading a heap from the host: its tables, what they say, and whether they agree.
 
-Works on copies of the control block's tables in NumPy; the slot bits, a hundredth of the heap,
+Works on copies of the control block's tables in NumPy; the live bits, a hundredth of the heap,
 are counted where they are. Everything here expects the heap to be at rest.
 """
 
@@ -85,7 +85,7 @@ class Geometry:
 
     @staticmethod
     def of(pages: int) -> Geometry:
-        stripes = min(64, max(1, 1 << (pages // 256).bit_length() >> 1))
+        stripes = min(32, max(1, 1 << (pages // 256).bit_length() >> 1))
         max_batch = min(layout.MAX_BATCH.value, max(1, pages // (stripes * 64)))
         return Geometry(pages, stripes, max_batch)
 
@@ -96,6 +96,11 @@ class Geometry:
     @property
     def row_words(self) -> int:
         return (self.chunks + 63) // 64
+
+    @property
+    def batches(self) -> int:
+        """How many batches there may be: that of each stripe, and its spare."""
+        return layout.NUM_CLASSES.value * self.stripes * 2
 
     @property
     def hints(self) -> int:
@@ -117,12 +122,12 @@ class Geometry:
         return self.page_bits + self.chunks
 
     @property
-    def slot_bits(self) -> int:
+    def live_bits(self) -> int:
         return self.page_words + self.chunks * 64
 
     @property
     def words(self) -> int:
-        return self.slot_bits + self.pages * layout.SLOT_WORDS.value
+        return self.live_bits + self.pages * layout.LIVE_WORDS.value
 
     def header(self, base: int) -> list[int]:
         """The immutable words, in the order of ``kernels/layout.py``."""
@@ -136,7 +141,7 @@ class Geometry:
             self.hints,
             self.page_bits,
             self.page_words,
-            self.slot_bits,
+            self.live_bits,
             self.words,
         ]
 
@@ -165,7 +170,7 @@ class State:
     """The tables of one heap, decoded."""
 
     def __init__(self, control: torch.Tensor, geometry: Geometry) -> None:
-        table = control[: geometry.slot_bits].cpu().numpy()
+        table = control[: geometry.live_bits].cpu().numpy()
         self.control = control
         self.geometry = geometry
         self.table = table
@@ -173,27 +178,27 @@ class State:
         self.page_bits = table[g.page_bits : g.page_words].view(np.uint64)
         self.hints = table[g.hints : g.page_bits].view(np.uint64).reshape(g.rows, g.row_words)
         words = table[g.page_words : g.page_words + g.pages]
-        self.count = words & layout.COUNT_MASK.value
+        self.out = words & layout.OUT_MASK.value
         self.cls = (words >> layout.CLASS_SHIFT.value) & 63
         self.attached = (words & layout.ATTACHED.value) != 0
         self.published = (words & layout.PUBLISHED.value) != 0
         self.kind = (words >> layout.KIND_SHIFT.value) & 3
-        self.pins = words >> layout.PIN_SHIFT.value
         self.page_free = np.unpackbits(self.page_bits.view(np.uint8), bitorder="little")[
             : g.pages
         ].astype(bool)
         self._read_stripes()
         slab = self.kind == SLAB
         self.slots = np.where(slab, _SLOTS[np.minimum(self.cls, len(_SLOTS) - 1)], 0)
-        self.free_slots = np.where(slab, self.count + self.unissued, 0)
-        self.live = self.slots - self.free_slots
-        self.run_pages = np.where(self.kind == RUN, self.count, 0)
+        self.live = np.where(slab, self.out - self.unissued, 0)
+        self.free_slots = self.slots - self.live
+        self.run_pages = np.where(self.kind == RUN, self.out, 0)
 
     def _read_stripes(self) -> None:
         g = self.geometry
         classes = layout.NUM_CLASSES.value
         words = self.table[layout.STRIPES.value : g.hints]
-        words = words.reshape(classes, g.stripes, layout.STRIPE_STRIDE.value)[:, :, 0]
+        # The batches of a class: those of its stripes, and their spares.
+        words = words.reshape(classes, -1, layout.SPARE.value)[:, :, 0]
         credits = words << 32 >> 32
         high = (words - credits) >> 32
         self.credits = np.maximum(credits, 0)
@@ -287,11 +292,11 @@ class State:
 
     def audit(self) -> None:
         """Check H1 to H4; raise CorruptionError naming the invariant and a page."""
-        if self.in_hand() or self.pins.any():
+        if self.in_hand():
             raise CorruptionError(
-                f"H2: {self.in_hand()} programs hold memory in hand and {int(self.pins.sum())} "
-                "frees are at work: the heap is not at rest. Wait for the kernels that use it; "
-                "if none runs, one was killed inside malloc or free"
+                f"H2: {self.in_hand()} programs hold memory in hand: the heap is not at rest. "
+                "Wait for the kernels that use it; if none runs, one was killed inside malloc or "
+                "free"
             )
         self._audit_pages()
         self._audit_slots()
@@ -328,7 +333,7 @@ class State:
             raise CorruptionError("H2: a page beyond the heap's end is marked free")
 
     def _audit_slots(self) -> None:
-        """H4: slot bits, counts, credits and page states agree."""
+        """H4: live bits, accounts, credits and page states agree."""
         slab = self.kind == SLAB
         self._fail_at(slab & (self.cls >= len(_SLOTS)), "H4: slabs of no class")
         self._fail_at(self.in_batches != self.attached, "H4: attached pages and batches disagree")
@@ -336,14 +341,17 @@ class State:
         if (self.credits > batch_slots).any():
             cls, stripe = np.argwhere(self.credits > batch_slots)[0]
             raise CorruptionError(
-                f"H4: stripe {stripe} of class {cls} has {self.credits[cls, stripe]} credits, "
+                f"H4: batch {stripe} of class {cls} has {self.credits[cls, stripe]} credits, "
                 f"but its batch has {batch_slots[cls, stripe]} slots"
             )
-        bits = slot_counts(self.control, self.geometry)
-        self._fail_at(~slab & (bits != 0), "H4: live slots in pages that are no slabs")
-        self._fail_at(slab & (bits != self.live), "H4: slot bits and the account disagree")
-        self._fail_at(slab & (self.live < 0), "H4: more free slots than slots")
-        idle = slab & ~self.attached & (self.count == self.slots)
+        run = self.kind == RUN
+        use = np.where(slab, self.cls, np.where(run, _LIVE_RUN, _LIVE_NONE))
+        bits, misplaced = live_bits(self.control, self.geometry, use)
+        self._fail_at(run & (bits != 1), "H4: runs without exactly one live bit")
+        self._fail_at(misplaced, "H4: live bits where no allocation can begin")
+        self._fail_at(slab & (bits != self.live), "H4: live bits and the account disagree")
+        self._fail_at(slab & (self.out > self.slots), "H4: more slots out than there are")
+        idle = slab & ~self.attached & (self.out == 0)
         self._fail_at(idle, "H3: empty slabs that were not retired")
 
     def _audit_hints(self) -> None:
@@ -359,7 +367,7 @@ class State:
                     "pages that no search would find"
                 )
             run &= run >> np.uint64(1 << order) if order < 6 else run
-        hidden = (self.kind == SLAB) & ~self.attached & (self.count > 0) & ~self.published
+        hidden = (self.kind == SLAB) & ~self.attached & (self.out < self.slots) & ~self.published
         self._fail_at(hidden, "H3: slabs with free slots, not published")
         pages = np.flatnonzero((self.kind == SLAB) & self.published)
         hinted = bits[layout.ORDERS.value + self.cls[pages], pages // 64]
@@ -368,22 +376,43 @@ class State:
             raise CorruptionError(f"H3: slab page {page} is published, but no search would find it")
 
 
-def slot_counts(control: torch.Tensor, geometry: Geometry) -> np.ndarray:
-    """Set slot bits of every page, counted on the heap's device."""
+# What a page is used for, as a row of `_live_masks`: a slab's class, or one of these.
+_LIVE_RUN = len(CLASS_SIZES)
+_LIVE_NONE = len(CLASS_SIZES) + 1
+
+
+def live_bits(
+    control: torch.Tensor, geometry: Geometry, use: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of every page, how many live bits it has, and whether any is where none can be. Looked at on
+    the heap's device. `use`: what the pages are used for."""
     counts = np.zeros(geometry.pages, dtype=np.int64)
-    words = layout.SLOT_WORDS.value
+    misplaced = np.zeros(geometry.pages, dtype=bool)
+    words = layout.LIVE_WORDS.value
+    per_byte = torch.tensor([value.bit_count() for value in range(256)], device=control.device)
+    masks = torch.from_numpy(_live_masks()).to(control.device)
+    rows = torch.from_numpy(use).to(control.device)
     step = 1 << 14  # 8 MiB of bits at a time
     for first in range(0, geometry.pages, step):
         last = min(first + step, geometry.pages)
-        bits = control[geometry.slot_bits + first * words : geometry.slot_bits + last * words]
-        table = _byte_counts(control.device)
-        per_byte = table[bits.view(torch.uint8).to(torch.int64)]
-        counts[first:last] = per_byte.view(last - first, -1).sum(1).cpu().numpy()
-    return counts
+        bits = control[geometry.live_bits + first * words : geometry.live_bits + last * words]
+        by_page = per_byte[bits.view(torch.uint8).to(torch.int64)].view(last - first, -1)
+        counts[first:last] = by_page.sum(1).cpu().numpy()
+        wrong = bits.view(-1, words) & ~masks[rows[first:last]]
+        misplaced[first:last] = (wrong != 0).any(1).cpu().numpy()
+    return counts, misplaced
 
 
-def _byte_counts(device: torch.device) -> torch.Tensor:
-    return torch.tensor([value.bit_count() for value in range(256)], device=device)
+def _live_masks() -> np.ndarray:
+    """The words of live bits of a page in which everything is live, per use of the page."""
+    words = layout.LIVE_WORDS.value
+    masks = np.zeros((_LIVE_NONE + 1, words), dtype=np.uint64)
+    for cls, size in enumerate(CLASS_SIZES):
+        granules = np.arange(PAGE_BYTES // size) * (size // 16)
+        bits = np.uint64(1) << (granules // words).astype(np.uint64)
+        np.bitwise_or.at(masks[cls], granules % words, bits)
+    masks[_LIVE_RUN, 0] = 1
+    return masks.view(np.int64)
 
 
 def describe(stats: Stats) -> str:

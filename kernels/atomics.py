@@ -10,6 +10,8 @@ a test fails the build otherwise.
 import triton
 import triton.language as tl
 
+from .target import has_ptx
+
 
 @triton.jit
 def atomic_load(ptr, mask=None):
@@ -30,15 +32,6 @@ def atomic_cas(ptr, expected, desired):
     There is no mask. A lane that must not change anything passes ``expected == desired``.
     """
     return tl.atomic_cas(ptr, expected.to(tl.int64), desired.to(tl.int64), sem="relaxed")
-
-
-@triton.constexpr_function
-def has_ptx():
-    """Whether the code is being compiled for a CUDA device (and not interpreted)."""
-    if triton.knobs.runtime.interpret:
-        return False
-    target = tl.target_info.current_target()
-    return target is not None and target.backend == "cuda"
 
 
 @triton.jit

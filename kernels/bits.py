@@ -54,6 +54,16 @@ def select_bit(x, r):
 
 
 @triton.jit
+def comb(n):
+    """Word with bits 0, n, 2n, ... set, for int32 ``n`` >= 1."""
+    x = (n * 0).to(tl.int64) + 1
+    for step in tl.static_range(6):
+        by = n << step
+        x = tl.where(by < 64, x | (x << (by & 63).to(tl.int64)), x)
+    return x
+
+
+@triton.jit
 def run_starts(x, n):
     """Bits of ``x`` at which ``n`` adjacent set bits begin; ``n`` a scalar in [1, 64].
 

@@ -1,21 +1,30 @@
 """What a kernel calls: malloc, free, usable_size, zeros, realloc.
 
-Everything is written for a 1-D block of requests, one per lane; a scalar request is a block of one
-lane. The lanes of a program that want the same thing as its first active lane are served by one
-atomic; the others go lane by lane, in the same instruction.
+Everything is written once, for a scalar request of the program and for a block of requests, one
+per lane (see ``lanes``). The lanes that want the same size class as the first active lane share
+one ticket, a single subtraction; the other lanes take one each, all in one instruction.
 
-A malloc of one lane or of a uniform block is two dependent round trips to memory: the ticket and
-the claim. A free is three: pin, clear, count. Everything else is behind a branch, and its bulk in
-functions that are not inlined.
+A malloc is two dependent round trips to memory: the ticket and the claim of the live bit. A free
+is two: the clearing of the live bit, and the subtraction from the page's account. Everything else
+is behind a branch.
 
-Owns the slot bits: bit s of a slab page is set while slot s is live.
+Owns the live bits: the bit of an address is set while an allocation begins there.
 """
 
 import triton
 import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
-from .bits import divide, low_mask, lsr, mix, popcount, select_bit
+from .bits import comb, divide, low_mask, lowest_bit, lsr, mix, popcount, select_bit
+from .lanes import (
+    any_lane,
+    count_lanes,
+    first_lane,
+    is_block,
+    lane_index,
+    pick,
+    rank_of,
+)
 from .layout import (
     ATTACHED,
     E_DOUBLE_FREE,
@@ -24,71 +33,46 @@ from .layout import (
     E_OUT_OF_MEMORY,
     ERRORS,
     G_BASE,
+    G_PAGE_WORDS,
     G_PAGES,
-    G_SLOT_BITS,
     G_STRIPES,
     KIND_FREE,
     KIND_RUN,
-    KIND_SHIFT,
     MAX_SLOT,
     PAGE_BYTES,
     PAGE_LOG2,
-    PIN,
-    PIN_SHIFT,
     PUBLISHED,
+    RUN,
     RUNS,
-    SLOT_WORDS,
     class_bytes,
+    live_words_ptr,
     load_geometry,
     page_bits_ptr,
     page_class,
-    page_count,
     page_kind,
-    page_pins,
+    page_out,
     page_word_ptr,
     program_index,
     size_class,
-    slot_bits_ptr,
+    is_slab,
     stripe_credits,
     stripe_place,
     stripe_ptr,
 )
 from .pages import release_run
 from .record import record_error
-from .slabs import is_slab, more_tickets, settle, take_run
-
-# Lanes ----------------------------------------------------------------------------------------
-
-
-@triton.jit
-def count_lanes(flags):
-    return tl.sum(flags.to(tl.int32), axis=0)
-
-
-@triton.jit
-def first_lane(flags):
-    """Lane of the first true flag; the width of the block if there is none."""
-    lane = tl.arange(0, flags.shape[0])
-    return tl.min(tl.where(flags, lane, flags.shape[0]), axis=0)
-
-
-@triton.jit
-def pick(values, lane):
-    """The scalar in ``lane`` of a block."""
-    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == lane, values, 0), axis=0)
-
-
-@triton.jit
-def group_of(key, active):
-    """The lanes that share the key (int32, below 2**24) of the first active lane.
-
-    Returns ``(leader, grouped)``: the leader is a lane; it acts for all grouped lanes.
-    """
-    lane = tl.arange(0, key.shape[0]).to(tl.int64)
-    none: tl.constexpr = 1 << 40
-    first = tl.min(tl.where(active, (lane << 24) + key, none), axis=0)
-    grouped = active & (key == (first & 0xFFFFFF).to(tl.int32))
-    return (first >> 24).to(tl.int32), grouped
+from .slabs import (
+    WHOLE_PAGES,
+    await_slots,
+    find_run,
+    find_slots,
+    half_used,
+    is_hidden,
+    is_idle,
+    own_stripe,
+    prefetch,
+    settle,
+)
 
 
 @triton.jit
@@ -100,147 +84,223 @@ def report_lanes(heap, kind: tl.constexpr, flags, addr, size):
         record_error(heap, bad * 0 + kind, pick(addr, at), pick(size, at), bad)
 
 
+@triton.jit
+def live_bit(heap, page, granule):
+    """Where the live bit of granule ``granule`` of ``page`` (int32) is: pointer and bit."""
+    ptr = live_words_ptr(heap, page) + (granule & 63)
+    return ptr, (granule & 0).to(tl.int64) + 1 << (granule >> 6).to(tl.int64)
+
+
+@triton.jit
+def address_of(heap, page, granule):
+    offset = (page.to(tl.int64) << PAGE_LOG2) + (granule << 4).to(tl.int64)
+    return load_geometry(heap, G_BASE) + offset
+
+
+@triton.jit
+def slots_of(size):
+    """Slots of ``size`` bytes (int32) in a page."""
+    return divide(size * 0 + PAGE_BYTES, size)
+
+
 # malloc ---------------------------------------------------------------------------------------
 
 
-@triton.constexpr_function
-def claim_order(lanes):
-    """The order of tickets and claims: acquire for a single lane, where it costs nothing; for a
-    block relaxed, and a fence behind it all, because every element would pay (atomics.fence)."""
-    return "acquire" if lanes == 1 else "relaxed"
+@triton.jit
+def claim(heap, page, granule, active):
+    """Set live bits. Returns the words as they were, and which lanes were not the first."""
+    ptr, bit = live_bit(heap, page, granule)
+    old = tl.atomic_or(ptr, bit, mask=active, sem="relaxed")
+    return old, active & ((old & bit) != 0)
 
 
 @triton.jit
-def take_tickets(heap, cls, active, stripes):
-    """A stripe word and a rank for every active lane: it owns a slot if rank < credits."""
-    lane = tl.arange(0, cls.shape[0])
-    leader, grouped = group_of(cls, active)
-    ones = grouped.to(tl.int32)
-    place = tl.cumsum(ones, axis=0) - 1
-    count = tl.where(lane == leader, tl.sum(ones, axis=0), 1)
-    acts = active & ((lane == leader) | (grouped == 0))
-    ptr = stripe_ptr(heap, cls, program_index() & (stripes - 1))
-    sem: tl.constexpr = claim_order(cls.shape[0])
-    old = tl.atomic_add(ptr, -count.to(tl.int64), mask=acts, sem=sem)
-    word = tl.where(grouped, pick(old, leader), old)
-    return word, tl.where(grouped, place, 0)
+def another(old, granule, size):
+    """Where to try next when the live bit of ``granule`` was set, of a slot of ``size`` bytes, and
+    its word was ``old``: another slot in that word, by a hash, or else the next slot of the page,
+    which is in another word. Every lane was promised a slot of its page, so it will find one."""
+    step = size >> 4  # granules from slot to slot
+    end = slots_of(size) * step
+    salt = mix(program_index() * 4096 + lane_index(granule) + granule)
+    # Slots of the class in this word are `apart` bits apart.
+    apart = step >> tl.minimum(lowest_bit(step.to(tl.int64)), 6)
+    first = (granule >> 6) % apart
+    last = (end - step - (granule & 63)) >> 6
+    clear = (old ^ -1) & (comb(apart) << first.to(tl.int64)) & low_mask((last + 1).to(tl.int64))
+    choices = popcount(clear)
+    other = (select_bit(clear, salt % tl.maximum(choices, 1)) << 6) + (granule & 63)
+    beyond = tl.where(granule + step < end, granule + step, 0)
+    return tl.where(choices > 0, other, beyond)
 
 
 @triton.jit
-def refill_tickets(heap, cls, word, rank, active):
-    """Tickets for the lanes whose stripe was dry. Returns all words and ranks anew, and the
-    lanes for which the heap has nothing left."""
-    pending = active & (rank >= stripe_credits(word))
-    crossed = pending & (stripe_credits(word) >= 0)
-    failed = active & (active == 0)
-    left = count_lanes(pending)
-    while left > 0:
-        # Refills that are ours come first: whoever waits for us may be waited for by us.
-        duty = pending & crossed
-        wanted = pick(cls, first_lane(tl.where(count_lanes(duty) > 0, duty, pending)))
-        same = pending & (cls == wanted)
-        place = tl.cumsum(same.to(tl.int32), axis=0) - 1
-        more = more_tickets(heap, wanted, count_lanes(same), count_lanes(same & crossed))
-        credits = stripe_credits(more)
-        got = same & (place < credits)
-        word = tl.where(got, more, word)
-        rank = tl.where(got, place, rank)
-        failed = failed | (same & (credits <= 0))
-        # What one refill did not cover is ours to refill again.
-        crossed = crossed | same
-        pending = pending & (got == 0) & (failed == 0)
-        left = count_lanes(pending)
-    return word, rank, failed
+def claim_any(heap, page, granule, size, active):
+    """Set live bits, each of the slot at ``granule`` or of another of the page. Returns the
+    granules of the slots that the lanes have now."""
+    old, lost = claim(heap, page, granule, active)
+    while any_lane(lost):
+        granule = tl.where(lost, another(old, granule, size), granule)
+        old, lost = claim(heap, page, granule, lost)
+    return granule
 
 
 @triton.jit
-def claim_slots(bits, word, rank, slots, active):
-    """Turn tickets into slots: ``(page, slot)`` per lane, their bits set.
-
-    A ticket into a fresh batch names its slot; any other only promises one in its page, and the
-    search for it begins at a hashed place. Either way the bit is claimed by an `or` that says
-    whether it was clear. If it was not, the word that came back shows which bits are, and the
-    next try takes one of those. Tickets are accounted, so a clear bit is always there. ``bits``
-    points to the slot bits of page 0.
-    """
-    first, batch, fresh = stripe_place(word)
-    ticket = batch * slots - stripe_credits(word).to(tl.int32) + rank
-    # Inactive lanes must index nothing wild.
-    salt = mix(program_index() * 4096 + tl.arange(0, slots.shape[0]))
-    ticket = tl.where(fresh != 0, ticket, (salt & 0xFFFF) * slots >> 16)
-    ticket = tl.where(active, ticket, 0)
+def ticket_slot(word, rank, size, active):
+    """``(page, granule)`` of tickets: the ``rank``-th of those that a subtraction from stripe word
+    ``word`` returned. Inactive lanes get 0 and 0, or they might index something wild."""
+    slots = slots_of(size)
+    first, batch = stripe_place(word)
+    ticket = tl.where(active, batch * slots - stripe_credits(word).to(tl.int32) + rank, 0)
     step = divide(ticket, slots)
-    page = tl.where(active, first + step, 0)
-    slot = ticket - step * slots
-    ptr = bits + page.to(tl.int64) * SLOT_WORDS
-    bit = tl.full(slot.shape, 1, tl.int64) << (slot & 63).to(tl.int64)
-    sem: tl.constexpr = claim_order(slot.shape[0])
-    old = tl.atomic_or(ptr + (slot >> 6), bit, mask=active, sem=sem)
-    lost = active & ((old & bit) != 0)
-    left = count_lanes(lost)
-    words = (slots + 63) >> 6
-    while left > 0:
-        at = slot >> 6
-        valid = low_mask(tl.minimum(slots - at * 64, 64).to(tl.int64))
-        clear = (old ^ -1) & valid
-        choices = popcount(clear)
-        here = at * 64 + select_bit(clear, salt % tl.maximum(choices, 1))
-        next_word = tl.where(at + 1 < words, at + 1, 0) * 64
-        slot = tl.where(lost, tl.where(choices > 0, here, next_word), slot)
-        bit = tl.full(slot.shape, 1, tl.int64) << (slot & 63).to(tl.int64)
-        old = tl.atomic_or(ptr + (slot >> 6), bit, mask=lost, sem=sem)
-        lost = lost & ((old & bit) != 0)
-        left = count_lanes(lost)
-        salt = mix(salt)
-    return page, slot
+    return tl.where(active, first + step, 0), (ticket - step * slots) * (size >> 4)
 
 
 @triton.jit
-def malloc_lanes(heap, nbytes, active):
-    """:func:`malloc` for a block of int64 sizes; inactive lanes give 0."""
-    base = load_geometry(heap, G_BASE)
-    stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
-    bits = heap + load_geometry(heap, G_SLOT_BITS)
-    asks = active & (nbytes > 0)
-    small = asks & (nbytes <= MAX_SLOT)
-    cls = size_class(tl.where(small, nbytes, 1).to(tl.int32))
+def find_class(heap, cls, rank, active, need, crossed):
+    """Search slots for ``need`` active lanes, ranked, of one class; ``crossed`` as in
+    ``slabs.find_slots``. Returns page and granule per lane, which lanes were promised a slot, and
+    whether any was."""
     size = class_bytes(cls)
-    slots = divide(size * 0 + PAGE_BYTES, size)
-    word, rank = take_tickets(heap, cls, small, stripes)
-    # One look decides whether anything out of the ordinary is asked for.
-    odd = tl.where(small, rank >= stripe_credits(word), active & (nbytes != 0))
-    unusual = count_lanes(odd)
-    failed = active & (active == 0)
-    if unusual > 0:
-        word, rank, failed = refill_tickets(heap, cls, word, rank, small)
-    placed = small & (failed == 0)
-    page, slot = claim_slots(bits, word, rank, slots, placed)
-    offset = (page.to(tl.int64) << PAGE_LOG2) + (slot * size).to(tl.int64)
-    addr = tl.where(placed, base + offset, 0)
-    if unusual > 0:
-        addr = malloc_large(heap, addr, nbytes, asks & (nbytes > MAX_SLOT))
-        report_lanes(heap, E_INVALID_ARGUMENT, active & (nbytes < 0), addr, nbytes)
-        report_lanes(heap, E_OUT_OF_MEMORY, asks & (addr == 0), addr, nbytes)
-    # What the last owners wrote happens before anything we will. (A run was fenced when taken.)
-    if nbytes.shape[0] == 1:
-        tl.debug_barrier()
-    else:
-        fence(heap + ERRORS)
+    place, pages = find_slots(heap, cls, need, crossed)
+    # A draw: 2**k slots in every page set, anywhere in it.
+    drawn = pages != 0
+    k = tl.where(drawn, stripe_credits(place), 0).to(tl.int32)
+    total = tl.where(drawn, (popcount(pages) << k).to(tl.int64), stripe_credits(place))
+    got = active & (rank < total)
+    page, granule = ticket_slot(tl.where(drawn, 0, place), rank, size, got)
+    first, _batch = stripe_place(place)
+    at = select_bit(pages + rank.to(tl.int64) * 0, tl.where(got, rank >> k, 0))
+    salt = mix(program_index() * 4096 + rank)
+    anywhere = ((salt & 0xFFFF) * slots_of(size) >> 16) * (size >> 4)
+    page = tl.where(got & drawn, first + at, page)
+    granule = tl.where(got & drawn, anywhere, granule)
+    return page, granule, got, total > 0
+
+
+@triton.jit
+def malloc_any(heap, nbytes, active):
+    """:func:`malloc` for int64 sizes; inactive lanes give 0."""
+    small = active & (nbytes > 0) & (nbytes <= MAX_SLOT)
+    classes = size_class(tl.where(small, nbytes, 1).to(tl.int32))
+    cls = pick(classes, first_lane(small))
+    same = small & (classes == cls)
+    rank = rank_of(same)
+    count = count_lanes(same)
+    size = class_bytes(cls)
+    word = tl.full((), 0, tl.int64)
+    duty = count * 0
+    if (count > 0) & (count < slots_of(size) * WHOLE_PAGES):
+        word = tl.atomic_add(own_stripe(heap, cls), -count.to(tl.int64), sem="acquire")
+        duty += ((stripe_credits(word) >= 0) & (stripe_credits(word) < count)).to(tl.int32)
+        if is_block(nbytes):
+            # (A scalar waits further down, where it costs fewer registers.)
+            if stripe_credits(word) < 0:
+                word, duty = await_slots(heap, cls, count)
+    credits = stripe_credits(word)
+    got = same & (rank < credits)
+    page, granule = ticket_slot(word, rank, size, got)
+    old, lost = claim(heap, page, granule, got)
+    addr = tl.where(got, address_of(heap, page, granule), 0)
+    rest = tl.where(got, lost, active & (nbytes != 0))
+    half = half_used(word, slots_of(size), count)
+    if any_lane(rest) | half:
+        if is_block(rest):
+            if half:
+                prefetch(heap, cls, stripe_place(word)[1])
+            crossed = same & (got == 0) & (duty != 0)
+            granule = tl.where(lost, another(old, granule, size), granule)
+            more = malloc_rest(heap, nbytes, classes, rest, same, lost, crossed, page, granule)
+            addr = tl.where(rest, more, addr)
+        else:
+            addr = malloc_rest_scalar(heap, nbytes, addr, word, old)
+    tl.debug_barrier()
+    return addr
+
+
+@triton.jit(noinline=True)
+def malloc_rest_scalar(heap, nbytes, addr, word, old):
+    """What :func:`malloc_rest` does, for a scalar request. ``addr`` is where its ticket from
+    stripe word ``word`` led, 0 if it got none, and ``old`` the word of live bits there. Returns
+    the address. (One function, and all it needs from its arguments: every value that lives
+    across a call costs the caller.)"""
+    one = (word & 0).to(tl.int32) + 1
+    cls = size_class(tl.minimum(tl.maximum(nbytes, 1), MAX_SLOT).to(tl.int32))
+    size = class_bytes(cls)
+    _inside, page, granule = locate(heap, addr, addr != 0)
+    placed = addr != 0
+    if placed:
+        if half_used(word, slots_of(size), one):
+            prefetch(heap, cls, stripe_place(word)[1])
+        _ptr, bit = live_bit(heap, page, granule)
+        placed = (old & bit) != 0
+        granule = another(old, granule, size)
+    elif nbytes > MAX_SLOT:
+        addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
+    elif nbytes > 0:
+        duty = (stripe_credits(word) == 0).to(tl.int32)
+        page, granule, placed, _any = find_class(heap, cls, one * 0, one == 1, one, duty)
+    if placed:
+        addr = address_of(heap, page, claim_any(heap, page, granule, size, placed))
+    if (addr == 0) & (nbytes != 0):
+        kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
+        record_error(heap, one * 0 + kind, addr, nbytes, one)
+    # What the slot's last owner did happens before anything that we will.
+    fence(heap + ERRORS)
     return addr
 
 
 @triton.jit
-def malloc_large(heap, addr, nbytes, large):
-    """``addr`` with the addresses of runs in the ``large`` lanes, one by one."""
-    left = count_lanes(large)
-    while left > 0:
-        at = first_lane(large)
-        length = ((pick(nbytes, at) - 1) >> PAGE_LOG2) + 1
-        run = malloc_run(heap, length)
-        here = tl.arange(0, large.shape[0]) == at
-        addr = tl.where(here, run, addr)
-        large = large & (here == 0)
-        left = count_lanes(large)
+def malloc_rest(heap, nbytes, classes, rest, same, placed, crossed, page, granule):
+    """Serve the lanes in ``rest``: the ``placed`` ones, which lost their slot and know where to
+    try next, those of other classes than the first (which the ``same`` lanes have), those that
+    came to a dry stripe, and large and impossible sizes. Returns the addresses in these lanes."""
+    pending = rest & (nbytes > 0) & (nbytes <= MAX_SLOT) & (placed == 0)
+    others = pending & (same == 0)
+    sizes = class_bytes(classes)
+    if any_lane(others):
+        stripes = own_stripe(heap, classes)
+        one = tl.full(nbytes.shape, 1, tl.int64)
+        word = tl.atomic_add(stripes, -one, mask=others, sem="relaxed")
+        credits = stripe_credits(word)
+        got = others & (credits > 0)
+        other_page, other_granule = ticket_slot(word, classes * 0, sizes, got)
+        page = tl.where(got, other_page, page)
+        granule = tl.where(got, other_granule, granule)
+        placed = placed | got
+        pending = pending & (got == 0)
+        crossed = crossed | (others & (credits == 0))
+        halves = others & half_used(word, slots_of(sizes), 1)
+        while any_lane(halves):
+            cls = pick(classes, first_lane(halves))
+            prefetch(heap, cls, pick(stripe_place(word)[1], first_lane(halves)))
+            halves = halves & (classes != cls)
+    while any_lane(pending):
+        # Refills that are ours come first: whoever waits for us may be waited for by us.
+        duty = pending & crossed
+        ours = any_lane(duty).to(tl.int32)
+        cls = pick(classes, first_lane(tl.where(ours != 0, duty, pending)))
+        now = pending & (classes == cls)
+        found_page, found_granule, got, found = find_class(
+            heap, cls, rank_of(now), now, count_lanes(now), ours
+        )
+        page = tl.where(got, found_page, page)
+        granule = tl.where(got, found_granule, granule)
+        placed = placed | got
+        # Nothing is left of the class: its lanes fail.
+        pending = pending & tl.where(found, got == 0, now == 0)
+        crossed = crossed & (now == 0)
+    granule = claim_any(heap, page, granule, sizes, placed)
+    addr = tl.where(placed, address_of(heap, page, granule), 0)
+    large = rest & (nbytes > MAX_SLOT)
+    at = first_lane(large)
+    while at < large.shape[0]:
+        run = malloc_run(heap, ((pick(nbytes, at) - 1) >> PAGE_LOG2) + 1)
+        addr = tl.where(lane_index(large) == at, run, addr)
+        at = first_lane(large & (lane_index(large) > at))
+    report_lanes(heap, E_INVALID_ARGUMENT, rest & (nbytes < 0), addr, nbytes)
+    report_lanes(heap, E_OUT_OF_MEMORY, rest & (nbytes > 0) & (addr == 0), addr, nbytes)
+    # What the slots' last owners did happens before anything that we will.
+    fence(heap + ERRORS)
     return addr
 
 
@@ -249,14 +309,15 @@ def malloc_run(heap, length):
     """Allocate ``length`` pages (int64 scalar): the address, or 0."""
     addr = length * 0
     if length <= load_geometry(heap, G_PAGES):
-        page = take_run(heap, length.to(tl.int32))
+        page = find_run(heap, length.to(tl.int32))
         if page >= 0:
             tl.atomic_add(heap + RUNS, length * 0 + 1, sem="relaxed")
-            # Added, not stored: a free of a wrong address may have pinned the page.
+            tl.atomic_xchg(page_word_ptr(heap, page), length + RUN, sem="relaxed")
+            # What the pages' last owners did before us; and the page word before the live bit.
             fence(heap + RUNS)
-            state = length + (KIND_RUN << KIND_SHIFT)
-            tl.atomic_add(page_word_ptr(heap, page), state, sem="relaxed")
-            addr = load_geometry(heap, G_BASE) + (page.to(tl.int64) << PAGE_LOG2)
+            ptr, bit = live_bit(heap, page, page * 0)
+            tl.atomic_or(ptr, bit, sem="relaxed")
+            addr = address_of(heap, page, page * 0)
     return addr
 
 
@@ -265,76 +326,107 @@ def malloc_run(heap, length):
 
 @triton.jit
 def locate(heap, addr, active):
-    """``(inside, page, within)``: is it an aligned address of the heap, its page, offset in it."""
+    """``(inside, page, granule)``: is it an aligned address of the heap; its page and granule."""
     offset = addr - load_geometry(heap, G_BASE)
     size = load_geometry(heap, G_PAGES) << PAGE_LOG2
     inside = active & (offset >= 0) & (offset < size) & ((offset & 15) == 0)
     offset = tl.where(inside, offset, 0)
-    return inside, (offset >> PAGE_LOG2).to(tl.int32), (offset & (PAGE_BYTES - 1)).to(tl.int32)
+    return inside, (offset >> PAGE_LOG2).to(tl.int32), ((offset >> 4) & 4095).to(tl.int32)
 
 
 @triton.jit
-def slot_of(state, within):
-    """``(slot, slots, exact)``: which slot of a slab page an offset lies in, how many the page
-    has, and whether the offset begins the slot."""
-    size = class_bytes(page_class(state))
-    slots = divide(size * 0 + PAGE_BYTES, size)
-    slot = divide(within, size)
-    return slot, slots, (slot * size == within) & (slot < slots)
+def needs_care(word):
+    """Page words, after a subtraction, that leave something to do: runs, idle, hidden."""
+    return (page_kind(word) == KIND_RUN) | is_idle(word) | is_hidden(word)
 
 
 @triton.jit
-def free_lanes(heap, addr, active):
-    """:func:`free` for a block of int64 addresses."""
-    lane = tl.arange(0, addr.shape[0])
+def free_any(heap, addr, active):
+    """:func:`free` for int64 addresses."""
+    words = heap + load_geometry(heap, G_PAGE_WORDS)
     active = active & (addr != 0)
-    bits = heap + load_geometry(heap, G_SLOT_BITS)
-    inside, page, within = locate(heap, addr, active)
-    ptr = page_word_ptr(heap, page)
-    leader, grouped = group_of(page, inside)
-    acts = inside & ((lane == leader) | (grouped == 0))
-
-    # What this program wrote happens before anything the next owner does.
+    inside, page, granule = locate(heap, addr, active)
+    ptr, bit = live_bit(heap, page, granule)
+    # What this program wrote happens before anything that the next owner does.
     fence(heap + ERRORS)
+    old = tl.atomic_and(ptr, bit ^ -1, mask=inside, sem="relaxed")
+    freed = inside & ((old & bit) != 0)
+    # Out of the account. Sixteen neighbouring lanes in one page, the usual case, need one
+    # subtraction.
+    if is_block(freed):
+        lanes: tl.constexpr = freed.shape[0]
+        width: tl.constexpr = 16 if lanes > 16 else lanes
+        group_page = tl.reshape(tl.where(freed, page, -1), (lanes // width, width))
+        top = tl.max(group_page, axis=1)
+        total = tl.sum((group_page >= 0).to(tl.int32), axis=1)
+        agree = (tl.sum((group_page == top[:, None]).to(tl.int32), axis=1) == total) & (total > 0)
+        change = -total.to(tl.int64)
+        group_ptr = words + tl.where(agree, top, 0)
+        group_now = tl.atomic_add(group_ptr, change, mask=agree, sem="relaxed") + change
+        shared = spread(agree, width)
+        alone = freed & (shared == 0)
+        one = tl.full(freed.shape, 1, tl.int64)
+        now = tl.atomic_add(words + page, -one, mask=alone, sem="relaxed") - one
+        care = (agree & needs_care(group_now)).to(tl.int32)
+        if tl.sum(care, axis=0) + count_lanes((alone & needs_care(now)) | (active & (freed == 0))) > 0:
+            # One lane speaks for its group.
+            speaks = shared & (lane_index(freed) % width == 0)
+            now = tl.where(speaks, spread(group_now, width), now)
+            at = tl.where(speaks, spread(top, width), page)
+            free_rest(heap, addr, active, inside, page, granule, freed, at, now, speaks | alone)
+    else:
+        one = tl.full((), 1, tl.int64)
+        now = tl.atomic_add(words + page, -one, mask=freed, sem="relaxed") - one
+        if (freed & needs_care(now)) | (active & (freed == 0)):
+            free_rest_scalar(heap, addr, page, granule, inside.to(tl.int32), freed.to(tl.int32), now)
 
-    # Pin: from here to the unpin below no slab among these pages is retired.
-    pin = tl.full(addr.shape, PIN, tl.int64)
-    old = tl.atomic_add(ptr, pin, mask=acts, sem="relaxed")
-    state = tl.where(grouped, pick(old, leader), old)
-    slot, slots, exact = slot_of(state, within)
-    tracked = inside & is_slab(state) & exact
 
-    # Clear the live bits.
-    bit = tl.full(addr.shape, 1, tl.int64) << (slot & 63).to(tl.int64)
-    word_ptr = bits + page.to(tl.int64) * SLOT_WORDS + (slot >> 6)
-    live = tl.atomic_and(word_ptr, bit ^ -1, mask=tracked, sem="relaxed")
-    freed = tracked & ((live & bit) != 0)
+@triton.jit
+def spread(values, width: tl.constexpr):
+    """Every element ``width`` times: what holds for a group of lanes, for each of them."""
+    groups: tl.constexpr = values.shape[0]
+    return tl.reshape(tl.broadcast_to(values[:, None], (groups, width)), (groups * width,))
 
-    # Count what was freed and unpin, in one addition per page.
-    ones = freed.to(tl.int32)
-    total = tl.where(lane == leader, tl.sum(tl.where(grouped, ones, 0), axis=0), ones)
-    change = total.to(tl.int64) - PIN
-    now = tl.atomic_add(ptr, change, mask=acts, sem="relaxed") + change
-    # Until the unpin the page was the slab that we saw; now it may be for us to settle.
-    detached = acts & is_slab(now) & ((now & ATTACHED) == 0)
-    # (A wrong free may have pinned anything, and seen another class: let settle look.)
-    idle = (page_pins(now) == 0) & ((page_count(now) == slots) | (is_slab(state) == 0))
-    hidden = ((now & PUBLISHED) == 0) & (page_count(now) > 0)
-    asks = detached & (idle | hidden)
 
-    odd = asks | (active & (freed == 0))
-    if count_lanes(odd) > 0:
-        finish_frees(heap, page, asks)
-        run = inside & (page_kind(state) == KIND_RUN) & (within == 0)
-        freed = freed | free_runs(heap, page, run)
-        wrong = active & (freed == 0)
-        if count_lanes(wrong) > 0:
-            # Nothing lives at a well-formed address: freed before, or never handed out.
-            empty = inside & (page_kind(state) == KIND_FREE)
-            dead = tracked | run | (empty & pages_become_free(heap, page, wrong & empty))
-            double = wrong & inside & dead
-            report_lanes(heap, E_DOUBLE_FREE, double, addr, addr * 0)
-            report_lanes(heap, E_INVALID_FREE, wrong & (double == 0), addr, addr * 0)
+@triton.jit(noinline=True)
+def free_rest_scalar(heap, addr, page, granule, inside, freed, now):
+    """:func:`free_rest` for a scalar; flags are int32. Returns 0."""
+    acts = freed != 0
+    free_rest(heap, addr, page == page, inside != 0, page, granule, acts, page, now, acts)
+    return page * 0
+
+
+@triton.jit
+def free_rest(heap, addr, active, inside, page, granule, freed, at, now, acts):
+    """What is left to do after the subtraction: give back runs, settle pages, report what was
+    freed wrongly. The lanes in ``acts`` subtracted from page ``at``, and ``now`` came of it."""
+    runs = acts & (page_kind(now) == KIND_RUN)
+    first = first_lane(runs)
+    while any_lane(runs & (lane_index(runs) == first)):
+        free_run(heap, pick(at, first), pick(page_out(now), first) + 1)
+        first = first_lane(runs & (lane_index(runs) > first))
+    asks = acts & (is_idle(now) | is_hidden(now))
+    if any_lane(asks):
+        settle(heap, at, now, asks)
+    wrong = active & (freed == 0)
+    if any_lane(wrong):
+        # Nothing lives at a well-formed address: freed before, or never handed out.
+        state = atomic_load(page_word_ptr(heap, page), wrong & inside)
+        exact = is_slab(state) & begins_slot(state, granule)
+        head = (page_kind(state) == KIND_RUN) & (granule == 0)
+        empty = wrong & inside & (page_kind(state) == KIND_FREE)
+        dead = exact | head | (empty & pages_become_free(heap, page, empty))
+        double = wrong & inside & dead
+        report_lanes(heap, E_DOUBLE_FREE, double, addr, addr * 0)
+        report_lanes(heap, E_INVALID_FREE, wrong & (double == 0), addr, addr * 0)
+
+
+@triton.jit
+def begins_slot(word, granule):
+    """Whether a slot of a slab page begins at the granule."""
+    size = class_bytes(page_class(word))
+    slot = divide(granule << 4, size)
+    return (slot * size == granule << 4) & (slot < divide(size * 0 + PAGE_BYTES, size))
 
 
 @triton.jit
@@ -348,79 +440,36 @@ def pages_become_free(heap, page, active):
     while looks > 0:
         bits = atomic_load(ptr, active)
         found = active & ((lsr(bits, shift) & 1) != 0)
-        looks = tl.where(count_lanes(active & (found == 0)) > 0, looks - 1, 0)
+        looks = tl.where(any_lane(active & (found == 0)), looks - 1, 0)
     return found
 
 
-@triton.jit
-def finish_frees(heap, page, asks):
-    """Settle the pages of the flagged lanes, chunk by chunk."""
-    left = count_lanes(asks)
-    while left > 0:
-        chunk = pick(page, first_lane(asks)) >> 6
-        same = asks & ((page >> 6) == chunk)
-        # Several lanes may ask for the same page.
-        bits = tl.full((), 0, tl.int64)
-        turn = same
-        more = count_lanes(turn)
-        while more > 0:
-            at = pick(page, first_lane(turn))
-            bits = bits | (tl.full((), 1, tl.int64) << (at & 63).to(tl.int64))
-            turn = turn & (page != at)
-            more = count_lanes(turn)
-        settle(heap, chunk, bits)
-        asks = asks & (same == 0)
-        left = count_lanes(asks)
-
-
-@triton.jit
-def free_runs(heap, page, flags):
-    """Free the runs that begin at the pages of the flagged lanes; says which lanes succeeded."""
-    freed = flags & (flags == 0)
-    left = count_lanes(flags)
-    while left > 0:
-        at = first_lane(flags)
-        here = tl.arange(0, flags.shape[0]) == at
-        done = free_run(heap, pick(page, at))
-        freed = freed | (here & (done != 0))
-        flags = flags & (here == 0)
-        left = count_lanes(flags)
-    return freed
-
-
 @triton.jit(noinline=True)
-def free_run(heap, page):
-    """Free the run that begins at ``page`` (int32 scalar): 1, or 0 if none does (any more).
-
-    The compare-and-swap from RUN to FREE decides between two frees of the same run; pins of
-    wrong frees that are at work on the page stay in the word.
-    """
-    ptr = page_word_ptr(heap, page)
-    word = atomic_load(ptr)
-    done = page * 0
-    while (done == 0) & (page_kind(word) == KIND_RUN):
-        old = atomic_cas(ptr, word, word >> PIN_SHIFT << PIN_SHIFT)
-        if old == word:
-            release_run(heap, page, page_count(word))
-            done += 1
-        word = old
-    return done
+def free_run(heap, page, n):
+    """Give back the run of ``n`` pages at ``page`` (int32 scalars); returns 0. The caller has
+    cleared its live bit, so nobody else does."""
+    tl.atomic_xchg(page_word_ptr(heap, page), (page * 0).to(tl.int64), sem="relaxed")
+    fence(heap + RUNS)
+    return release_run(heap, page, n)
 
 
 # The contract ---------------------------------------------------------------------------------
 
 
 @triton.jit
-def as_lanes(x, mask):
-    """``(lanes, active)``: a scalar or Python number as a block of one lane, or of the mask's
-    lanes; a block as it is; int64, and which lanes take part."""
-    lanes = x + tl.zeros((1,), tl.int64)
-    active = lanes == lanes
+def as_request(x, mask):
+    """``(values, active)``: int64 values in the shape of the request, scalar or 1-D block, and
+    which lanes take part."""
+    if is_block(x):
+        values = x.to(tl.int64)
+    else:
+        values = tl.full((), 0, tl.int64) + x
+    active = values == values
     if mask is not None:
         # (Not `active & mask`: the interpreter would keep that as integers.)
-        active = tl.where(mask, lanes * 0 + 1, 0) != 0
-        lanes = lanes + active.to(tl.int64) * 0
-    return lanes, active
+        active = tl.where(mask, values * 0 + 1, 0) != 0
+        values = values + active.to(tl.int64) * 0
+    return values, active
 
 
 @triton.jit
@@ -449,8 +498,8 @@ def malloc(heap, nbytes, mask=None):
     a row for one request or for a block of equal requests. All programs of a heap may fail and
     retry independently; null is returned only if no memory of that shape is free.
     """
-    lanes, active = as_lanes(nbytes, mask)
-    return like(malloc_lanes(heap, lanes, active), nbytes, mask)
+    sizes, active = as_request(nbytes, mask)
+    return malloc_any(heap, sizes, active)
 
 
 @triton.jit
@@ -461,38 +510,36 @@ def free(heap, addr, mask=None):
     An address that is not a live allocation changes nothing and is recorded: DoubleFree if it
     could have been one, InvalidFree if it could not. Three atomics in a row.
     """
-    lanes, active = as_lanes(addr, mask)
-    free_lanes(heap, lanes, active)
+    addrs, active = as_request(addr, mask)
+    free_any(heap, addrs, active)
 
 
 @triton.jit
 def usable_size(heap, addr, mask=None):
     """Bytes (int64) that may be used at ``addr``, at least what was asked for; 0 if nothing
-    lives there. Two atomics in a row; changes nothing."""
-    lanes, active = as_lanes(addr, mask)
-    return like(usable_lanes(heap, lanes, active & (lanes != 0)), addr, mask)
+    lives there. Two atomics side by side; changes nothing."""
+    addrs, active = as_request(addr, mask)
+    return usable_any(heap, addrs, active & (addrs != 0))
 
 
 @triton.jit
-def usable_lanes(heap, addr, active):
-    inside, page, within = locate(heap, addr, active)
+def usable_any(heap, addr, active):
+    inside, page, granule = locate(heap, addr, active)
+    ptr, bit = live_bit(heap, page, granule)
+    live = inside & ((atomic_load(ptr, inside) & bit) != 0)
     state = atomic_load(page_word_ptr(heap, page), inside)
-    slot, _slots, exact = slot_of(state, within)
-    slab = is_slab(state) & exact
-    bits = atomic_load(slot_bits_ptr(heap, page) + (slot >> 6), slab)
-    live = slab & ((lsr(bits, (slot & 63).to(tl.int64)) & 1) != 0)
-    run = (page_kind(state) == KIND_RUN) & (within == 0)
-    size = tl.where(live, class_bytes(page_class(state)), 0).to(tl.int64)
-    return tl.where(run, page_count(state).to(tl.int64) << PAGE_LOG2, size)
+    slot = class_bytes(page_class(state)).to(tl.int64)
+    run = page_out(state).to(tl.int64) << PAGE_LOG2
+    return tl.where(live, tl.where(is_slab(state), slot, run), 0)
 
 
 @triton.jit
 def zeros(heap, nbytes, mask=None):
     """:func:`malloc`, and the memory (rounded up to 16 bytes) is zero."""
-    lanes, active = as_lanes(nbytes, mask)
-    addr = malloc_lanes(heap, lanes, active)
-    fill_zero(addr, tl.where(addr != 0, lanes, 0))
-    return like(addr, nbytes, mask)
+    sizes, active = as_request(nbytes, mask)
+    addr = malloc_any(heap, sizes, active)
+    fill_zero(addr, tl.where(addr != 0, sizes, 0))
+    return addr
 
 
 @triton.jit
@@ -503,74 +550,68 @@ def realloc(heap, addr, nbytes, mask=None):
     address stays. 0 for any other request means that nothing happened: the old block is still
     the caller's. A wrong ``addr`` is recorded as by :func:`free`, and gives 0.
     """
-    old, _all = as_lanes(addr, mask)
-    lanes, active = as_lanes(nbytes + old * 0, mask)
-    new = realloc_lanes(heap, old + lanes * 0, lanes, active)
-    return like(new, addr + nbytes, mask)
+    old, _all = as_request(addr, mask)
+    sizes, active = as_request(nbytes + old * 0, mask)
+    return realloc_any(heap, old + sizes * 0, sizes, active)
 
 
 @triton.jit
-def realloc_lanes(heap, addr, nbytes, active):
-    have = usable_lanes(heap, addr, active & (addr != 0))
+def realloc_any(heap, addr, nbytes, active):
+    have = usable_any(heap, addr, active & (addr != 0))
     known = active & ((addr == 0) | (have > 0))
     stays = known & (nbytes > 0) & (nbytes <= have)
     moves = known & (stays == 0) & (nbytes != 0)
-    new = malloc_lanes(heap, nbytes, moves)
-    copy_lanes(addr, new, tl.where(new != 0, tl.minimum(have, nbytes), 0))
-    free_lanes(heap, addr, active & ((new != 0) | (nbytes == 0) | (known == 0)))
+    new = malloc_any(heap, nbytes, moves)
+    copy(addr, new, tl.where(new != 0, tl.minimum(have, nbytes), 0))
+    free_any(heap, addr, active & ((new != 0) | (nbytes == 0) | (known == 0)))
     return tl.where(stays, addr, new)
+
+
+@triton.jit
+def as_column(x):
+    """A scalar or block as a block of shape (lanes, 1)."""
+    if is_block(x):
+        column = x[:, None]
+    else:
+        column = x + tl.zeros((1, 1), x.dtype)
+    return column
 
 
 @triton.jit
 def fill_zero(addr, nbytes):
     """Zero ``nbytes`` (rounded up to 16, so inside the slot) at each address."""
-    words = (nbytes + 15) >> 4 << 1
-    most = tl.max(words, axis=0)
+    addr = as_column(addr)
+    words = (as_column(nbytes) + 15) >> 4 << 1
+    most = tl.max(tl.max(words, axis=1), axis=0)
     step: tl.constexpr = 1024 // addr.shape[0] if addr.shape[0] < 1024 else 1
     column = tl.arange(0, step)[None, :].to(tl.int64)
     at = most * 0
     while at < most:
         index = at + column
-        ptr = (addr[:, None] + index * 8).to(tl.pointer_type(tl.int64))
+        ptr = (addr + index * 8).to(tl.pointer_type(tl.int64))
         zero = tl.zeros((addr.shape[0], step), tl.int64)
-        tl.store(ptr, zero, mask=index < words[:, None])
+        tl.store(ptr, zero, mask=index < words)
         at += step
     tl.debug_barrier()
 
 
 @triton.jit
-def copy_lanes(source, target, nbytes):
+def copy(source, target, nbytes):
     """Copy ``nbytes`` (rounded up to 16) from each source to each target address. Both belong to
     the caller, so plain loads are right; the barriers order them with other threads' accesses."""
     tl.debug_barrier()
-    words = (nbytes + 15) >> 4 << 1
-    most = tl.max(words, axis=0)
+    source = as_column(source)
+    target = as_column(target)
+    words = (as_column(nbytes) + 15) >> 4 << 1
+    most = tl.max(tl.max(words, axis=1), axis=0)
     step: tl.constexpr = 1024 // source.shape[0] if source.shape[0] < 1024 else 1
     column = tl.arange(0, step)[None, :].to(tl.int64)
     at = most * 0
     while at < most:
         index = at + column
-        inside = index < words[:, None]
-        from_ptr = (source[:, None] + index * 8).to(tl.pointer_type(tl.int64))
-        to_ptr = (target[:, None] + index * 8).to(tl.pointer_type(tl.int64))
+        inside = index < words
+        from_ptr = (source + index * 8).to(tl.pointer_type(tl.int64))
+        to_ptr = (target + index * 8).to(tl.pointer_type(tl.int64))
         tl.store(to_ptr, tl.load(from_ptr, mask=inside), mask=inside)
         at += step
     tl.debug_barrier()
-
-
-@triton.constexpr_function
-def is_block(x):
-    """Whether an argument is a block rather than a scalar, a Python number or None."""
-    return len(getattr(x, "shape", ())) > 0
-
-
-@triton.jit
-def like(lanes, model, mask):
-    """``lanes`` in the shape of the arguments: a scalar unless one of them is a block."""
-    if is_block(model):
-        result = lanes
-    elif is_block(mask):
-        result = lanes
-    else:
-        result = tl.sum(lanes, axis=0)
-    return result

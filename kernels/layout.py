@@ -8,46 +8,52 @@ reach it. Words 0..31 never change after the heap is made and may be loaded plai
     0..31           geometry (immutable)                              host
     ERRORS          one counter per kind of error                     record
     RECORDS         the first MAX_RECORDS errors, 4 words each        record
-    USED, PEAK      pages taken from the page level, and their peak   pages
-    RUNS            runs handed out as large allocations              slabs
+    PEAK, USED      pages taken from the page level, and their peak   pages
+    RUNS            runs handed out as large allocations              heap
     GRANTED         per class: slots handed out as credits            slabs
     TRANSIT         in-hand counts and epochs, striped                pages, slabs
-    STRIPES         per class and stripe: the stripe word             slabs
+    STRIPES         per class and stripe: the stripe word, and a      heap, slabs
+                    spare batch, also as a stripe word
     hints           ORDERS + NUM_CLASSES rows, one bit per chunk      pages, slabs
     page bits       one word per chunk: bit set = page is free        pages
     page words      one per page: what the page is                    slabs, heap
-    slot bits       64 words per page: bit set = slot is live         heap
+    live bits       64 words per page: bit set = an allocation        heap
+                    begins here
 
 A **page** is 64 KiB, a **chunk** 64 pages (4 MiB): one word of page bits.
 
-Page word (bit 63 is never set, so -1 never equals one):
+Page word:
 
-    0..23   count   free slots that are no stripe's credits (slab), or length in pages (run)
-    24..29  class   size class (slab)
+    0..23   out         slots that are live, promised or a stripe's (slab); length in pages (run)
+    24..29  class       size class (slab)
     30      ATTACHED    the page belongs to the batch of a stripe
     31      PUBLISHED   a search for the class will find this page: the chunk's hint is set
-    32..33  kind    FREE (also: inside a run), SLAB, RUN
-    34..62  pins    frees at work on this page; a slab with pins is never retired
+    32..33  kind        FREE (also: inside a run), SLAB, RUN
+
+Live bits: a **granule** is 16 bytes, and a page has 4096 of them. The bit of granule g of a page
+is bit g >> 6 of the page's word g & 63, whatever the page is used for: who frees an address need
+not know what lies there to find its bit. Slots that are 1 KiB apart share a word, so that few
+large slots lie in few words, and the slots of neighbouring lanes in neighbouring words.
 
 Stripe word: a batch of pages and how many of its slots are still to be handed out.
 
-    0..31   credits, signed   below or at 0: dry
+    0..31   credits, signed   below or at 0: dry; slot i is handed out when credits are slots - i
     32..54  first page
     55..61  batch length in pages (0: no batch)
-    62      FRESH   the batch was empty when attached: ticket t is slot t of the batch
 """
 
 import triton
 import triton.language as tl
 
 from .bits import divide, floor_log2
+from .target import has_ptx
 
 MAGIC = 0x0DE7A110C0000001
 
 PAGE_LOG2 = tl.constexpr(16)
 PAGE_BYTES = tl.constexpr(1 << 16)
 CHUNK_PAGES = tl.constexpr(64)
-SLOT_WORDS = tl.constexpr(64)  # words of slot bits per page: 4096 slots of 16 bytes
+LIVE_WORDS = tl.constexpr(64)  # words of live bits per page: 4096 granules of 16 bytes
 ORDERS = tl.constexpr(7)  # hint rows of the page level: a free run of 2**k pages, k = 0..6
 NUM_CLASSES = tl.constexpr(38)
 MAX_SLOT = tl.constexpr(1 << 15)
@@ -63,7 +69,7 @@ G_MAX_BATCH = tl.constexpr(5)
 G_HINTS = tl.constexpr(6)
 G_PAGE_BITS = tl.constexpr(7)
 G_PAGE_WORDS = tl.constexpr(8)
-G_SLOT_BITS = tl.constexpr(9)
+G_LIVE_BITS = tl.constexpr(9)
 G_WORDS = tl.constexpr(10)  # length of the control block
 
 # Mutable words at fixed places.
@@ -71,8 +77,8 @@ ERRORS = tl.constexpr(32)
 RECORD_COUNT = tl.constexpr(40)
 RECORDS = tl.constexpr(48)
 MAX_RECORDS = tl.constexpr(16)
+PEAK = tl.constexpr(112)
 USED = tl.constexpr(128)
-PEAK = tl.constexpr(129)
 RUNS = tl.constexpr(144)
 GRANTED = tl.constexpr(160)
 TRANSIT = tl.constexpr(256)
@@ -80,6 +86,7 @@ TRANSIT_STRIPES = tl.constexpr(32)
 TRANSIT_STRIDE = tl.constexpr(8)
 STRIPES = tl.constexpr(512)
 STRIPE_STRIDE = tl.constexpr(8)
+SPARE = tl.constexpr(4)  # from a stripe word to its spare batch
 
 # Kinds of error.
 E_DOUBLE_FREE = tl.constexpr(0)
@@ -88,7 +95,7 @@ E_OUT_OF_MEMORY = tl.constexpr(2)
 E_INVALID_ARGUMENT = tl.constexpr(3)
 
 # Page word.
-COUNT_MASK = tl.constexpr((1 << 24) - 1)
+OUT_MASK = tl.constexpr((1 << 24) - 1)
 CLASS_SHIFT = tl.constexpr(24)
 ATTACHED = tl.constexpr(1 << 30)
 PUBLISHED = tl.constexpr(1 << 31)
@@ -96,18 +103,33 @@ KIND_SHIFT = tl.constexpr(32)
 KIND_FREE = tl.constexpr(0)
 KIND_SLAB = tl.constexpr(1)
 KIND_RUN = tl.constexpr(2)
-PIN_SHIFT = tl.constexpr(34)
-PIN = tl.constexpr(1 << 34)
+SLAB = tl.constexpr(1 << 32)
+RUN = tl.constexpr(2 << 32)
 
 # Stripe word.
 BATCH_SHIFT = tl.constexpr(55)
-FRESH_SHIFT = tl.constexpr(62)
 
 
 @triton.jit
 def load_geometry(heap, word: tl.constexpr):
-    """One immutable word of the control block, by a plain load."""
-    return tl.load(heap + word)
+    """One immutable word of the control block (int64).
+
+    On CUDA by a load that is declared to read what nobody writes. A plain load would have to be
+    repeated after every acquire and every barrier, each time from beyond the first cache, which
+    an acquire empties.
+    """
+    if has_ptx():
+        value = tl.inline_asm_elementwise(
+            "ld.global.nc.b64 $0, [$1];",
+            "=l,l",
+            [(heap + word).to(tl.int64)],
+            dtype=tl.int64,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        value = tl.load(heap + word)
+    return value
 
 
 @triton.jit
@@ -121,8 +143,9 @@ def page_bits_ptr(heap, chunk):
 
 
 @triton.jit
-def slot_bits_ptr(heap, page):
-    return heap + load_geometry(heap, G_SLOT_BITS) + page.to(tl.int64) * SLOT_WORDS
+def live_words_ptr(heap, page):
+    """The first of a page's LIVE_WORDS words of live bits."""
+    return heap + load_geometry(heap, G_LIVE_BITS) + page.to(tl.int64) * LIVE_WORDS
 
 
 @triton.jit
@@ -186,8 +209,8 @@ def class_slots(cls):
 
 
 @triton.jit
-def page_count(word):
-    return (word & COUNT_MASK).to(tl.int32)
+def page_out(word):
+    return (word & OUT_MASK).to(tl.int32)
 
 
 @triton.jit
@@ -201,8 +224,8 @@ def page_kind(word):
 
 
 @triton.jit
-def page_pins(word):
-    return word >> PIN_SHIFT
+def is_slab(word):
+    return page_kind(word) == KIND_SLAB
 
 
 @triton.jit
@@ -213,19 +236,13 @@ def stripe_credits(word):
 
 @triton.jit
 def stripe_place(word):
-    """``(first page, batch length, fresh)`` of a stripe word, as int32."""
+    """``(first page, batch length)`` of a stripe word, as int32."""
     high = (word - stripe_credits(word)) >> 32
     page = (high & ((1 << 23) - 1)).to(tl.int32)
     batch = ((high >> 23) & 127).to(tl.int32)
-    fresh = ((high >> 30) & 1).to(tl.int32)
-    return page, batch, fresh
+    return page, batch
 
 
 @triton.jit
-def pack_stripe(page, batch, fresh, credits):
-    return (
-        (page.to(tl.int64) << 32)
-        + (batch.to(tl.int64) << BATCH_SHIFT)
-        + (fresh.to(tl.int64) << FRESH_SHIFT)
-        + credits.to(tl.int64)
-    )
+def pack_stripe(page, batch, credits):
+    return (page.to(tl.int64) << 32) + (batch.to(tl.int64) << BATCH_SHIFT) + credits.to(tl.int64)

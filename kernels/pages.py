@@ -180,14 +180,15 @@ def first_hinted(heap, row, cursor):
 def take_within_chunk(heap, n):
     """Take ``n`` in [1, 63] adjacent pages of one chunk. Returns the first page, -1 if none.
 
-    First fit by address, over a few candidates so that programs do not meet on one word; after a
-    collision the choice widens, and it is hashed, never the neighbour.
+    First fit by address, over a few candidates so that programs do not meet on one word. After a
+    collision the choice widens, fourfold each time, and it is hashed, never the neighbour.
     """
     lane = tl.arange(0, 64)
     order = floor_log2(n)
     salt = mix(program_index())
     width = tl.full((), 16, tl.int32)
-    cursor = tl.full((), 0, tl.int32)
+    cursor = tl.full((), 0, tl.int32)  # nothing fits before
+    first = tl.full((), 0, tl.int32)  # where to look first
     page = tl.full((), -1, tl.int32)
     index, hints = first_hinted(heap, order, cursor)
     while (page < 0) & (index != FAR):
@@ -204,7 +205,8 @@ def take_within_chunk(heap, n):
                 stale = hints & (lane_bits(run_starts(words, (n * 0 + 1) << order) != 0) ^ -1)
                 if stale != 0:
                     drop_hints(heap, order, index, stale)
-                cursor = index + 1
+                cursor = tl.where(first <= cursor, index + 1, cursor)
+                first = index + 1
             else:
                 at = select_bit(fits, salt % tl.minimum(popcount(fits), width))
                 word = tl.sum(tl.where(lane == at, words, 0), axis=0)
@@ -231,10 +233,17 @@ def take_within_chunk(heap, n):
                     word = old
                     start = run_starts(word, n)
                     tries -= 1
-            salt = mix(salt)
-            width = tl.minimum(width * 4, 64)
+            if page < 0:
+                salt = mix(salt)
+                width = tl.minimum(width * 4, 1 << 16)
+                first = salt % tl.minimum((width >> 6) + 1, load_geometry(heap, G_ROW_WORDS)).to(
+                    tl.int32
+                )
         if page < 0:
-            index, hints = first_hinted(heap, order, cursor)
+            index, hints = first_hinted(heap, order, tl.maximum(cursor, first))
+            if index == FAR:
+                first = tl.full((), 0, tl.int32)
+                index, hints = first_hinted(heap, order, cursor)
     return page
 
 

@@ -1,73 +1,75 @@
-"""Slabs: pages cut into slots of one size class, and the stripes through which they are used.
+"""Slabs: pages cut into slots of one size class, and how slots are handed out.
 
 Account first, then track. The account of a page is
 
-    count + credits of its stripe + accounted slots = slots of the page
+    out = credits of its stripe + accounted slots                                          (A)
 
-where an accounted slot is live, about to be claimed by a malloc that holds a ticket, or about to
-be counted by a free that has cleared its bit. A ticket is one subtraction from a stripe word; it
-promises a clear slot bit in the stripe's batch of pages, which the malloc then claims.
+where an accounted slot is live, or promised to a malloc that will claim its live bit, or cleared
+by a free that will subtract it. Slots are promised in three ways:
+
+- A *ticket*: a subtraction from the stripe word of a class. The batch of a stripe begins with all
+  its slots clear, and ticket i names slot i: neighbouring lanes get neighbouring addresses.
+- A *draw*: an addition to the page word of a detached page promises any of its clear slots. Many
+  draws, frees and late claims may be at work in one page.
+- *Whole pages*, opened for a program that can fill them. Its tickets are nobody else's.
 
 Shared words and their writers
-    *Stripe word* (class, stripe): malloc subtracts credits; a refill or a flush exchanges it; a
-    steal takes credits by compare-and-swap.
-    *Page word*: free adds pins and counts; open, draw, renew, detach, settle and unpublish change
-    the state.
+    *Stripe word* (class, stripe): malloc subtracts credits; a refill or a flush exchanges it.
+    *Page word*: free subtracts; open, draw, renew, detach, settle and unpublish change the state.
     *Class hint*: row ORDERS + class, a bit per chunk. PUBLISHED in a page word promises it.
 Linearisation
-    malloc: the subtraction that returned enough credits. free: the addition to count.
+    malloc: the subtraction that returned enough credits, or the compare-and-swap of a draw, or
+    the take of whole pages. free: the subtraction from the page word.
 Who may do what
-    Credits of a batch exist in one stripe only; its pages are ATTACHED and nobody else draws from
-    them. Detaching puts unused credits back into the counts. A page is retired by the
-    compare-and-swap of its word from (detached, count = all, pins = 0) to FREE, so nobody is
-    inside it: a malloc would be accounted, a free would have pinned it.
-Why pins
-    A valid free needs none: its own slot keeps count below "all". A *second* free of the same
-    address has no slot; without a pin the page could be retired and cut anew between its look at
-    the page word and its clearing of the bit, and it would clear a stranger's bit.
+    Credits of a batch exist in one stripe only; its pages are ATTACHED, not PUBLISHED, and nobody
+    draws from them. A page is retired by the compare-and-swap of its word from (detached, out = 0)
+    to FREE: by (A) nobody has a slot, a promise or a credit in it, so nobody is inside. A free
+    that finds its live bit clear touches no page word.
 Order
-    `fence` orders; the atomics are relaxed, but for the ticket and the claim of a single lane,
-    which acquire and so replace the last fence. Free fences before it touches anything, so the
-    payload happens before the clearing of the bit and before the count. Malloc fences after its
-    claim, so it comes after the clearing of the bit that it claimed. Across a retirement: count
-    -> fence of the retirer -> page bits -> fence of the refill -> stripe word -> ticket -> fence
-    of the malloc. Credits that go back (detach) pass a fence too.
+    `fence` orders; the atomics are relaxed, but for the tickets of the first class of a program,
+    which acquire. Free fences before it clears the live bit, so the payload happens before that
+    and before the subtraction. From there to the next owner the order passes through the bit
+    (draw: the claim reads what the free cleared, and malloc fences behind it), or through
+    subtraction -> fence of a refill or a retirement -> stripe word or page bits -> ticket, which
+    acquires.
 Reuse (ABA)
-    Compare-and-swaps of page and stripe words compare the whole state; an equal state is an
-    equal right, whatever happened in between.
+    Compare-and-swaps of page words compare the whole state; an equal state is an equal right,
+    whatever happened in between.
 Progress
-    Lock-free. The program whose subtraction took a stripe below zero refills it; others wait for
-    it a bounded time (it is running, not waiting to be scheduled) and then refill themselves.
+    Lock-free. The program whose subtraction took a stripe below zero refills it; others draw, or
+    wait for it a bounded time (it is running, not waiting to be scheduled), and then help
+    themselves.
 """
 
 import triton
 import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
-from .bits import lowest_bit, lsr, mix, popcount, select_bit
+from .bits import floor_log2, lowest_bit, lsr, mix, popcount, select_bit
+from .lanes import any_lane, cas_lanes, count_lanes, lane_index
 from .layout import (
     ATTACHED,
     CLASS_SHIFT,
-    COUNT_MASK,
     G_MAX_BATCH,
+    G_PAGES,
     G_STRIPES,
     GRANTED,
-    KIND_SHIFT,
-    KIND_SLAB,
+    LIVE_WORDS,
     NUM_CLASSES,
     ORDERS,
     PUBLISHED,
-    STRIPE_STRIDE,
+    SLAB,
+    SPARE,
     STRIPES,
     USED,
     class_slots,
     hint_ptr,
+    is_slab,
+    live_words_ptr,
     load_geometry,
     pack_stripe,
     page_class,
-    page_count,
-    page_kind,
-    page_pins,
+    page_out,
     page_word_ptr,
     program_index,
     stripe_credits,
@@ -90,106 +92,206 @@ FLUSH_IDLE = tl.constexpr(0)  # only batches with a page that is free as a whole
 FLUSH_FREE = tl.constexpr(1)  # every batch with a free slot
 FLUSH_ALL = tl.constexpr(2)
 
-POLLS = tl.constexpr(1024)
+POLLS = tl.constexpr(256)
+WAITS = tl.constexpr(4)
+WHOLE_PAGES = tl.constexpr(4)  # who can fill so many pages at once gets pages of its own
 REFILLING = tl.constexpr(-1)  # stripe word without a batch and below zero: somebody refills
 
 
-@triton.jit
-def is_slab(word):
-    return page_kind(word) == KIND_SLAB
+# Page words -----------------------------------------------------------------------------------
 
 
 @triton.jit
 def is_idle(word):
     """Page words of slabs that nothing is in and nobody uses: they can be retired."""
-    detached = is_slab(word) & ((word & ATTACHED) == 0)
-    return detached & (page_pins(word) == 0) & (page_count(word) == class_slots(page_class(word)))
+    return is_slab(word) & ((word & ATTACHED) == 0) & (page_out(word) == 0)
 
 
 @triton.jit
 def is_hidden(word):
-    """Page words of detached slabs with free slots that no search can find yet."""
-    return is_slab(word) & ((word & (ATTACHED | PUBLISHED)) == 0) & (page_count(word) > 0)
-
-
-@triton.jit(noinline=True)
-def settle(heap, chunk, bits):
-    """Do what the page words of one chunk (int32; ``bits`` says which pages) ask for: retire
-    those that are idle, publish those with free slots that no search would find. Returns 0.
-
-    Whoever makes a page idle or hidden by its change of the page word calls this. The state is
-    read anew; a failed compare-and-swap means it changed again, so it is looked at again. In
-    transit meanwhile: a retired page is in hand until its bit is set, and a page whose flag is
-    set is hidden until its hint is, although other frees rely on the flag and return. The flag
-    comes before the hint, so that :func:`unpublish` sees either the flag or our hint behind its
-    clearing.
-    """
-    lane = tl.arange(0, 64)
-    word_ptr = page_word_ptr(heap, chunk * 64 + lane)
-    mine = (lsr(bits, lane.to(tl.int64)) & 1) != 0
-    bit = tl.full((64,), 1, tl.int64) << (chunk & 63).to(tl.int64)
-    retired = bits & 0
-    enter_transit(heap)
-    going = bits != 0
-    while going:
-        word = atomic_load(word_ptr, mine)
-        idle = mine & is_idle(word)
-        hidden = mine & is_hidden(word) & (idle == 0)
-        expected = tl.where(idle | hidden, word, 0)
-        desired = tl.where(hidden, word | PUBLISHED, 0)
-        won = atomic_cas(word_ptr, expected, desired) == expected
-        # Also: what the frees came after that made pages idle is now before the give.
-        fence(heap + USED)
-        row = hint_ptr(heap, ORDERS + page_class(word), chunk)
-        tl.atomic_or(row, bit, mask=hidden & won, sem="relaxed")
-        retired = retired | lane_bits(idle & won)
-        mine = (idle | hidden) & (won == 0)
-        going = lane_bits(mine) != 0
-    if retired != 0:
-        count_pages(heap, -popcount(retired))
-        give_pages(heap, chunk + lane * 0, tl.where(lane == 0, retired, 0), lane == 0)
-    leave_transit(heap, chunk * 0 + 1)
-    return chunk * 0
+    """Page words of detached slabs that no search can find."""
+    return is_slab(word) & ((word & (ATTACHED | PUBLISHED)) == 0)
 
 
 @triton.jit
-def unissued_slots(place_batch, credits, slots, lane):
+def free_slots(word, cls, slots):
+    """Slots that can be drawn from pages with these words: 0 unless detached slabs of ``cls``."""
+    fits = is_slab(word) & (page_class(word) == cls) & ((word & ATTACHED) == 0)
+    return tl.where(fits, slots - page_out(word), 0)
+
+
+@triton.jit
+def is_published(word, cls):
+    return is_slab(word) & (page_class(word) == cls) & ((word & PUBLISHED) != 0)
+
+
+@triton.jit
+def settle(heap, page, word, asks):
+    """Do what the page words of the flagged lanes ask for: retire the pages that are idle,
+    publish those that no search would find. Scalars or blocks; several lanes may name one page.
+
+    Whoever makes a page idle or hidden by its change of the page word calls this with the word
+    that came of it. A failed compare-and-swap means that the word changed again, so it is looked
+    at again. In transit meanwhile: a retired page is in hand until its bit is set, and a page
+    whose flag is set is hidden until its hint is, although other frees rely on the flag and
+    return. The flag comes before the hint, so that :func:`unpublish` sees either the flag or our
+    hint behind its clearing.
+    """
+    ptr = page_word_ptr(heap, page)
+    spare = live_words_ptr(heap, page) + (lane_index(page) & (LIVE_WORDS - 1))
+    retired = asks & (asks == 0)
+    published = retired
+    cls = page_class(word)
+    enter_transit(heap)
+    going = any_lane(asks)
+    while going:
+        idle = asks & is_idle(word)
+        hidden = asks & is_hidden(word) & (idle == 0)
+        seen = cas_lanes(ptr, word, tl.where(hidden, word | PUBLISHED, 0), idle | hidden, spare)
+        won = seen == word
+        cls = tl.where(hidden & won, page_class(word), cls)
+        published = published | (hidden & won)
+        retired = retired | (idle & won)
+        asks = (idle | hidden) & (won == 0)
+        word = seen
+        going = any_lane(asks)
+    # The flags before the hints, and what the frees came after that made pages idle before the
+    # give.
+    fence(heap + USED)
+    hint = hint_ptr(heap, ORDERS + cls, page >> 6)
+    bit = (word & 0) + 1 << (page >> 6 & 63).to(tl.int64)
+    tl.atomic_or(hint, bit, mask=published, sem="relaxed")
+    count = count_lanes(retired)
+    if count > 0:
+        count_pages(heap, -count)
+        give_pages(heap, page >> 6, (word & 0) + 1 << (page & 63).to(tl.int64), retired)
+    leave_transit(heap, count * 0 + 1)
+
+
+# Batches --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def unissued_slots(batch, credits, slots, lane):
     """Of each page ``lane`` of a batch, how many slots no ticket was given for (int32).
 
     Tickets go through a batch from its first page on, so what is left is at its end.
     """
-    left = tl.maximum(credits, 0).to(tl.int32) - (place_batch - 1 - lane) * slots
+    left = tl.maximum(credits, 0).to(tl.int32) - (batch - 1 - lane) * slots
     return tl.minimum(tl.maximum(left, 0), slots)
 
 
 @triton.jit(noinline=True)
 def detach(heap, cls, word):
-    """Dissolve the batch of a stripe word that was exchanged for another; returns 0.
+    """Dissolve the batch of a stripe word that only the caller has; returns 0.
 
-    Unused credits go back into the counts of its pages. The caller is in transit.
+    Unused credits go out of the account of its pages. The caller is in transit.
     """
-    page, batch, _fresh = stripe_place(word)
+    page, batch = stripe_place(word)
     if batch > 0:
         lane = tl.arange(0, 64)
-        slots = class_slots(cls)
         credits = stripe_credits(word)
-        unused = tl.maximum(credits, 0)
-        tl.atomic_add(heap + GRANTED + cls, -unused, sem="relaxed")
-        # The credits' former owners happen before whoever draws them again.
-        fence(heap + GRANTED + cls)
-        back = unissued_slots(batch, credits, slots, lane).to(tl.int64)
-        change = back + (PUBLISHED - ATTACHED)
+        tl.atomic_add(heap + GRANTED + cls, -tl.maximum(credits, 0), sem="relaxed")
+        unused = unissued_slots(batch, credits, class_slots(cls), lane)
+        change = (PUBLISHED - ATTACHED) - unused.to(tl.int64)
         mine = lane < batch
-        ptr = page_word_ptr(heap, page + tl.where(mine, lane, 0))
-        now = tl.atomic_add(ptr, change, mask=mine, sem="relaxed") + change
+        at = page + tl.where(mine, lane, 0)
+        now = tl.atomic_add(page_word_ptr(heap, at), change, mask=mine, sem="relaxed") + change
         # The flag before the hint, as in settle.
         fence(heap + GRANTED + cls)
         bit = tl.full((), 1, tl.int64) << (page >> 6 & 63).to(tl.int64)
         tl.atomic_or(hint_ptr(heap, ORDERS + cls, page >> 6), bit, sem="relaxed")
-        idle = lane_bits(mine & is_idle(now))
-        if idle != 0:
-            settle(heap, page >> 6, idle << (page & 63).to(tl.int64))
+        idle = mine & is_idle(now)
+        if any_lane(idle):
+            settle(heap, at, now, idle)
     return page * 0
+
+
+@triton.jit
+def renew(heap, cls, old):
+    """Make the pages at the front of a dry batch that are free again into a new batch.
+
+    ``old`` is a stripe word that only the caller has. Returns a stripe word for the first k of
+    its pages, or 0 (k = 0) if less than half would do. Tickets go through a batch from the front,
+    so under churn all but its last pages are free again when it runs dry.
+    """
+    lane = tl.arange(0, 64)
+    page, batch = stripe_place(old)
+    slots = class_slots(cls)
+    ptr = page_word_ptr(heap, page + tl.where(lane < batch, lane, 0))
+    words = atomic_load(ptr, lane < batch)
+    front = lowest_bit(lane_bits((lane < batch) & (page_out(words) == 0)) ^ -1)
+    result = tl.full((), 0, tl.int64)
+    if (front * 2 >= batch) & (front > 0):
+        # Nothing is out, so nobody else changes these words.
+        tl.atomic_add(ptr, slots.to(tl.int64) + words * 0, mask=lane < front, sem="relaxed")
+        tl.atomic_add(heap + GRANTED + cls, (front * slots).to(tl.int64), sem="relaxed")
+        result = pack_stripe(page, front, front * slots)
+    return result
+
+
+@triton.jit(noinline=True)
+def open_pages(heap, cls, batch, used, state):
+    """Take up to ``batch`` (1 to 63, int32) adjacent pages and make them slabs with ``state``
+    (int64) in their page words, of which the first ``used`` slots are out. Returns a stripe word
+    whose credits are those slots, or 0 if there is no page. The caller is in transit."""
+    page = tl.full((), -1, tl.int32)
+    while (page < 0) & (batch > 0):
+        page = take_pages(heap, batch)
+        if page < 0:
+            batch = batch >> 1
+    result = tl.full((), 0, tl.int64)
+    if page >= 0:
+        lane = tl.arange(0, 64)
+        slots = class_slots(cls)
+        used = tl.minimum(used, batch * slots)
+        out = tl.minimum(tl.maximum(used - lane * slots, 0), slots).to(tl.int64)
+        word = out + (cls.to(tl.int64) << CLASS_SHIFT) + (SLAB + state)
+        mine = lane < batch
+        ptr = page_word_ptr(heap, page + tl.where(mine, lane, 0))
+        tl.atomic_xchg(ptr, word, mask=mine, sem="relaxed")
+        if (state & PUBLISHED) != 0:
+            # The flag before the hint, as in settle.
+            fence(heap + GRANTED + cls)
+            bit = tl.full((), 1, tl.int64) << (page >> 6 & 63).to(tl.int64)
+            tl.atomic_or(hint_ptr(heap, ORDERS + cls, page >> 6), bit, sem="relaxed")
+        tl.atomic_add(heap + GRANTED + cls, used.to(tl.int64), sem="relaxed")
+        count_pages(heap, batch)
+        result = pack_stripe(page, batch, used)
+    return result
+
+
+@triton.jit
+def is_filling(heap):
+    """Whether more than half of the heap's pages are taken: time to pack rather than to spread."""
+    used = atomic_load(heap + USED)
+    return used * 2 > load_geometry(heap, G_PAGES)
+
+
+@triton.jit
+def open_batch(heap, cls, previous):
+    """A new batch for a stripe whose last one had ``previous`` pages: a stripe word, or 0.
+
+    Little used classes stay small, and busy ones refill rarely: a batch is four times the last,
+    but a single page (``previous`` 0) when the heap is filling."""
+    cap = load_geometry(heap, G_MAX_BATCH).to(tl.int32)
+    batch = tl.minimum(tl.maximum(previous * 4, 1), cap)
+    return open_pages(heap, cls, batch, batch * class_slots(cls), (cls * 0).to(tl.int64) + ATTACHED)
+
+
+@triton.jit
+def open_whole(heap, cls, need):
+    """As many pages as the caller's ``need`` slots fill, but at least one: a stripe word that
+    goes into no stripe, or 0. What the caller does not need of the last can be drawn."""
+    slots = class_slots(cls)
+    enter_transit(heap)
+    batch = tl.minimum(tl.maximum(need // slots, 1), 32)
+    word = open_pages(heap, cls, batch, need, (cls * 0).to(tl.int64) + PUBLISHED)
+    leave_transit(heap, (word != 0).to(tl.int32))
+    return word
+
+
+# Draws ----------------------------------------------------------------------------------------
 
 
 @triton.jit(noinline=True)
@@ -206,12 +308,12 @@ def unpublish(heap, cls, chunk):
     ptr = page_word_ptr(heap, chunk * 64 + lane)
     enter_transit(heap)
     words = atomic_load(ptr)
-    empty = is_published(words, cls) & (page_count(words) == 0)
-    expected = tl.where(empty, words, 0)
-    atomic_cas(ptr, expected, tl.where(empty, words ^ PUBLISHED, 0))
+    full = is_published(words, cls) & (page_out(words) >= class_slots(cls))
+    expected = tl.where(full, words, 0)
+    atomic_cas(ptr, expected, tl.where(full, words ^ PUBLISHED, 0))
     tl.atomic_and(hint, bit ^ -1, sem="relaxed")
     fence(hint)
-    again = tl.max(is_published(atomic_load(ptr), cls).to(tl.int32), axis=0)
+    again = any_lane(is_published(atomic_load(ptr), cls)).to(tl.int32)
     if again != 0:
         tl.atomic_or(hint, bit, sem="relaxed")
     leave_transit(heap, again)
@@ -219,296 +321,321 @@ def unpublish(heap, cls, chunk):
 
 
 @triton.jit
-def is_published(words, cls):
-    return is_slab(words) & (page_class(words) == cls) & ((words & PUBLISHED) != 0)
-
-
-@triton.jit
-def drawable_slots(words, cls):
-    """Free slots of page words that are detached slabs of class ``cls``; 0 for all others."""
-    fits = is_slab(words) & (page_class(words) == cls) & ((words & ATTACHED) == 0)
-    return tl.where(fits, page_count(words), 0)
+def draw_from(heap, cls, chunk, words, free, need, salt):
+    """Promise the caller up to ``need`` slots in pages of a chunk whose page words were ``words``
+    and had ``free`` slots (blocks of 64): 2**k slots in each of some pages. Returns k and the
+    pages as a word of bits, 0 if other programs were faster."""
+    lane = tl.arange(0, 64)
+    k = floor_log2(tl.minimum(tl.max(free, axis=0), need))
+    fits = lane_bits((free >> k) != 0)
+    while (k > 0) & ((popcount(fits) << k) < need):
+        k -= 1
+        fits = lane_bits((free >> k) != 0)
+    # As many pages as are needed, beginning anywhere, so that programs do not meet in the first.
+    choices = popcount(fits)
+    first = (fits & 0) + -1 << select_bit(fits, salt % choices).to(tl.int64)
+    wanted = tl.minimum(need >> k, choices)
+    after = fits & first
+    ahead = popcount(after)
+    last = select_bit(after, tl.minimum(wanted, ahead) - 1).to(tl.int64)
+    chosen = after & lsr((fits & 0) - 1, 63 - last)
+    if wanted > ahead:
+        before = fits & (first ^ -1)
+        last = select_bit(before, wanted - ahead - 1).to(tl.int64)
+        chosen = chosen | (before & lsr((fits & 0) - 1, 63 - last))
+    mine = (lsr(chosen, lane.to(tl.int64)) & 1) != 0
+    more = (words & 0) + 1 << k.to(tl.int64)
+    expected = tl.where(mine, words, 0)
+    enter_transit(heap)
+    ptr = page_word_ptr(heap, chunk * 64 + lane)
+    seen = atomic_cas(ptr, expected, tl.where(mine, words + more, 0))
+    won = lane_bits(mine & (seen == expected))
+    granted = popcount(won) << k
+    tl.atomic_add(heap + GRANTED + cls, granted.to(tl.int64), sem="relaxed")
+    leave_transit(heap, (granted > 0).to(tl.int32))
+    return k, won
 
 
 @triton.jit(noinline=True)
-def draw(heap, cls, least):
-    """Attach the page with most free slots of a hinted chunk: a stripe word, or 0.
+def draw(heap, cls, need, looks, least):
+    """Draw up to ``need`` slots of class ``cls`` from detached pages of a chunk that has at least
+    ``least`` (all int32). Returns (place, pages).
 
-    A page with fewer than ``least`` free slots does not count; ``least`` > 1 looks at one chunk
-    only, 1 searches them all and drops the hints of those that have nothing. On success the
-    caller holds all free slots of the page as credits, and is once more in transit.
+    ``pages`` is a word of bits; place is a stripe word without a batch: its page is the first of
+    the chunk that the bits count from, and in each page set the caller has 2**credits slots.
+    pages = 0: nothing was found. At most ``looks`` hinted chunks are looked at; with 0 all are,
+    and hints that lead to nothing are dropped.
     """
     lane = tl.arange(0, 64)
     row = ORDERS + cls
     salt = mix(program_index())
-    result = tl.full((), 0, tl.int64)
-    index, hints = first_hinted(heap, row, tl.full((), 0, tl.int32))
-    while (index != FAR) & (result == 0):
-        chunk = index * 64 + select_bit(hints, salt % popcount(hints))
-        ptr = page_word_ptr(heap, chunk * 64 + lane)
-        words = atomic_load(ptr)
-        counts = drawable_slots(words, cls)
-        most = tl.max(counts, axis=0)
-        if (most == 0) & (least == 1):
-            unpublish(heap, cls, chunk)
-        if most >= least:
-            at = tl.min(tl.where(counts == most, lane, 64), axis=0)
-            word = tl.sum(tl.where(lane == at, words, 0), axis=0)
-            enter_transit(heap)
-            attached = (word & ((COUNT_MASK | PUBLISHED) ^ -1)) | ATTACHED
-            page = chunk * 64 + at
-            old = atomic_cas(page_word_ptr(heap, page), word, attached)
-            if old == word:
-                result = pack_stripe(page, at * 0 + 1, at * 0, most)
-            else:
-                leave_transit(heap, at * 0)
-        salt = mix(salt)
-        if (least > 1) & (most < least):
-            index = tl.full((), FAR, tl.int32)
-        elif result == 0:
-            index, hints = first_hinted(heap, row, tl.full((), 0, tl.int32))
-    return result
-
-
-@triton.jit(noinline=True)
-def renew(heap, cls, old):
-    """Make the pages at the front of a dry batch that are free again into a fresh batch.
-
-    ``old`` is a stripe word that only the caller has. Returns a stripe word for the first k of
-    its pages, or 0 (k = 0) if less than half would do. Tickets go through a batch from the front,
-    so under churn all but its last pages are free again when it runs dry.
-    """
-    lane = tl.arange(0, 64)
-    page, batch, _fresh = stripe_place(old)
     slots = class_slots(cls)
-    mine = lane < batch
-    ptr = page_word_ptr(heap, page + tl.where(mine, lane, 0))
-    words = atomic_load(ptr, mine)
-    whole = mine & (page_pins(words) == 0) & (page_count(words) == slots)
-    front = lowest_bit(lane_bits(whole) ^ -1)
-    result = tl.full((), 0, tl.int64)
-    if (front * 2 >= batch) & (front > 0):
-        whole = lane < front
-        expected = tl.where(whole, words, 0)
-        won = atomic_cas(ptr, expected, tl.where(whole, words - slots, 0)) == expected
-        if lane_bits(whole & (won == 0)) != 0:
-            # A wrong free has pinned a page meanwhile: undo.
-            tl.atomic_add(ptr, slots.to(tl.int64) + words * 0, mask=whole & won, sem="relaxed")
-        else:
-            result = pack_stripe(page, front, front * 0 + 1, front * slots)
-    return result
+    place = tl.full((), 0, tl.int64)
+    pages = tl.full((), 0, tl.int64)
+    left = tl.where(looks == 0, FAR, looks)
+    index, hints = first_hinted(heap, row, tl.full((), 0, tl.int32))
+    while (index != FAR) & (pages == 0) & (left > 0):
+        chunk = index * 64 + select_bit(hints, salt % tl.minimum(popcount(hints), 16))
+        words = atomic_load(page_word_ptr(heap, chunk * 64 + lane))
+        free = free_slots(words, cls, slots)
+        if tl.sum(free, axis=0) >= least:
+            k, pages = draw_from(heap, cls, chunk, words, free, need, salt)
+            place = tl.where(pages != 0, pack_stripe(chunk * 64, k * 0, k), 0)
+        elif looks == 0:
+            unpublish(heap, cls, chunk)
+        salt = mix(salt)
+        left -= 1
+        if (pages == 0) & (left > 0):
+            index, hints = first_hinted(heap, row, tl.full((), 0, tl.int32))
+    return place, pages
+
+
+# Searching ------------------------------------------------------------------------------------
 
 
 @triton.jit(noinline=True)
-def open_batch(heap, cls, previous):
-    """Take fresh pages and make them slabs: a stripe word, or 0. The caller is in transit.
-
-    A batch grows fourfold over the stripe's ``previous`` length: little used classes stay small,
-    and busy ones refill rarely.
-    """
-    cap = load_geometry(heap, G_MAX_BATCH).to(tl.int32)
-    batch = tl.minimum(tl.maximum(previous * 4, 1), cap)
-    page = tl.full((), -1, tl.int32)
-    while (page < 0) & (batch > 0):
-        page = take_pages(heap, batch)
-        if page < 0:
-            batch = batch >> 1
-    result = tl.full((), 0, tl.int64)
-    if page >= 0:
-        lane = tl.arange(0, 64)
-        mine = lane < batch
-        # Added, not stored: a free of a wrong address may have pinned the page.
-        slab = (cls.to(tl.int64) << CLASS_SHIFT) + (ATTACHED + (KIND_SLAB << KIND_SHIFT))
-        ptrs = page_word_ptr(heap, page + tl.where(mine, lane, 0))
-        tl.atomic_add(ptrs, slab, mask=mine, sem="relaxed")
-        result = pack_stripe(page, batch, batch * 0 + 1, batch * class_slots(cls))
-    return result
+def next_batch(heap, index, end, mode):
+    """The first batch in [index, end) that ``mode`` (a FLUSH constant) wants dissolved; FAR if
+    there is none. Batches are counted (int32) through all classes and their stripes, two for each
+    stripe: its own and its spare."""
+    lane = tl.arange(0, 64)
+    stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
+    found = end * 0 + FAR
+    while (index < end) & (found == FAR):
+        at = index + lane
+        words = atomic_load(heap + STRIPES + at * SPARE, at < end)
+        _pages, batches = stripe_place(words)
+        first = tl.min(tl.where((batches > 0) & (at < end), at, FAR), axis=0)
+        index = tl.where(first < FAR, first, index + 63) + 1
+        if first < FAR:
+            word = tl.sum(tl.where(at == first, words, 0), axis=0)
+            page, batch = stripe_place(word)
+            slots = class_slots(first // (stripes * 2))
+            states = atomic_load(page_word_ptr(heap, page + tl.minimum(lane, batch - 1)))
+            unused = unissued_slots(batch, stripe_credits(word), slots, lane)
+            free = tl.where(lane < batch, slots - page_out(states) + unused, 0)
+            some = tl.max(free, axis=0)
+            if (mode == FLUSH_ALL) | ((mode == FLUSH_FREE) & (some > 0)) | (some >= slots):
+                found = first
+    return found
 
 
 @triton.jit
-def steal(heap, cls, need):
-    """Tickets for up to ``need`` slots from whichever stripe of the class has credits, or 0.
-
-    By compare-and-swap, never below zero: who takes a stripe below zero must refill it.
-    """
-    lane = tl.arange(0, 64)
-    stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
-    ptr = stripe_ptr(heap, cls, lane)
-    result = tl.full((), 0, tl.int64)
-    at = need * 0
-    while (result == 0) & (at < 64):
-        words = atomic_load(ptr, lane < stripes)
-        at = tl.min(tl.where((lane < stripes) & (stripe_credits(words) > 0), lane, 64), axis=0)
-        if at < 64:
-            word = tl.sum(tl.where(lane == at, words, 0), axis=0)
-            rest = word - tl.minimum(stripe_credits(word), need.to(tl.int64))
-            if atomic_cas(stripe_ptr(heap, cls, at), word, rest) == word:
-                result = word
-    return result
-
-
-@triton.jit(noinline=True)
 def flush(heap, index, end, mode):
-    """Dissolve the batches of stripes [index, end) (int32, counted through all classes) so that
-    their free slots and pages can be found by everybody. ``mode`` is a FLUSH constant. Returns
-    how many were dissolved."""
-    lane = tl.arange(0, 64)
-    stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
+    """Dissolve batches [index, end), counted as in :func:`next_batch`, so that their free slots
+    and pages can be found by everybody. ``mode`` is a FLUSH constant. Returns how many were
+    dissolved."""
     dissolved = end * 0
-    while index < end:
-        at = index + lane
-        words = atomic_load(heap + STRIPES + at * STRIPE_STRIDE, at < end)
-        _pages, batches, _flags = stripe_place(words)
-        left = (batches > 0) & (at < end)
-        next_at = tl.min(tl.where(left, at, FAR), axis=0)
-        while next_at < FAR:
-            word = tl.sum(tl.where(at == next_at, words, 0), axis=0)
-            cls = next_at // stripes
-            page, batch, _fresh = stripe_place(word)
-            slots = class_slots(cls)
-            mine = lane < batch
-            states = atomic_load(page_word_ptr(heap, page + tl.where(mine, lane, 0)), mine)
-            free = page_count(states) + unissued_slots(batch, stripe_credits(word), slots, lane)
-            some = tl.max(tl.where(mine, free, 0), axis=0)
-            if (mode == FLUSH_ALL) | ((mode == FLUSH_FREE) & (some > 0)) | (some >= slots):
-                enter_transit(heap)
-                ptr = heap + STRIPES + next_at * STRIPE_STRIDE
-                old = tl.atomic_xchg(ptr, tl.full((), 0, tl.int64), sem="relaxed")
-                detach(heap, cls, old)
-                leave_transit(heap, batch * 0 + 1)
-                dissolved += 1
-            left = left & (at > next_at)
-            next_at = tl.min(tl.where(left, at, FAR), axis=0)
-        index += 64
+    index = next_batch(heap, index, end, mode)
+    while index < FAR:
+        enter_transit(heap)
+        ptr = heap + STRIPES + index * SPARE
+        # (Acquire: the credits' former owners happen before whoever draws them.)
+        old = tl.atomic_xchg(ptr, tl.full((), 0, tl.int64), sem="acquire")
+        detach(heap, index // (load_geometry(heap, G_STRIPES) * 2).to(tl.int32), old)
+        leave_transit(heap, index * 0 + 1)
+        dissolved += 1
+        index = next_batch(heap, index + 1, end, mode)
     return dissolved
 
 
 @triton.jit
-def find_batch(heap, cls, old, again):
-    """A batch for a stripe that had ``old``: renewed, drawn or opened. Returns a stripe word or
-    0, how many pages at the front of ``old`` it took over, and how many are new.
+def drawing(previous):
+    """The stripe word, without a batch and below zero, that says: nobody refills, because there
+    are slots to be drawn. Remembers the length of the last batch."""
+    return pack_stripe(previous + 1, previous * 0, previous * 0 - 1)
 
-    A busy stripe (long batches) does not care for single pages with few free slots while fresh
-    ones are to be had. ``again`` != 0: a search failed already; then nothing is announced unless
-    a page may be free, for programs that find the heap exhausted must leave each other in peace,
-    or none would see the quiet pass that ends its search.
-    """
-    _page, previous, _fresh = stripe_place(old)
-    kept = previous * 0
-    opened = previous * 0
-    word = tl.full((), 0, tl.int64)
-    if (previous > 0) & (stripe_credits(old) <= 0):
-        word = renew(heap, cls, old)
-        if word != 0:
-            _first, kept, _new = stripe_place(word)
-            enter_transit(heap)
-    least = tl.maximum(class_slots(cls) * tl.maximum(previous, 1) >> 3, 2)
-    if (word == 0) & (previous <= 8):
-        word = draw(heap, cls, least)
-    if word == 0:
-        index = previous * 0
-        if again != 0:
-            index, _hints = first_hinted(heap, index, index)
-        if index != FAR:
-            enter_transit(heap)
-            word = open_batch(heap, cls, previous)
-            if word == 0:
-                leave_transit(heap, previous * 0)
-            _first, opened, _new = stripe_place(word)
-    if word == 0:
-        word = draw(heap, cls, previous * 0 + 1)
-    return word, kept, opened
+
+@triton.jit
+def is_drawing(word):
+    page, batch = stripe_place(word)
+    return (stripe_credits(word) < 0) & (batch == 0) & (page > 0)
 
 
 @triton.jit(noinline=True)
-def refill(heap, cls, ptr, need, again):
-    """Find slots for a dry stripe, keep up to ``need`` for the caller, install the rest.
+def refill(heap, cls, need):
+    """Give the program's stripe of class ``cls``, which is dry, a batch and keep up to ``need``
+    slots of it for the caller (int32 scalars). Returns (place, pages): a stripe word of whose
+    credits the caller owns the first min(need, credits) and 0, or a draw, or 0 and 0.
 
-    Returns a stripe word as a ticket would have (the caller owns min(need, credits) of it), or 0.
     The stripe is taken away from everybody first: its batch is then ours alone to renew or to
-    detach, and others that come by see it below zero and wait.
+    detach, and others that come by see it below zero. If many slots lie about in detached pages,
+    these are used before fresh pages are opened: then the stripe stays without a batch, and
+    everybody draws until somebody finds nothing.
     """
-    old = tl.full((), 0, tl.int64)
-    if again == 0:
-        enter_transit(heap)
-        old = tl.atomic_xchg(ptr, tl.full((), REFILLING, tl.int64), sem="relaxed")
+    ptr = own_stripe(heap, cls)
+    enter_transit(heap)
+    pages = tl.full((), 0, tl.int64)
+    place = tl.atomic_xchg(ptr + SPARE, pages, sem="acquire")
+    renewed = pages
+    if place != 0:
         fence(ptr)
-    page, batch, fresh = stripe_place(old)
-    word = old
-    kept = batch
-    opened = batch * 0
-    if stripe_credits(old) <= 0:
-        word, kept, opened = find_batch(heap, cls, old, again)
+        rest = place - tl.minimum(stripe_credits(place), need.to(tl.int64))
+        old = tl.atomic_xchg(ptr, rest, sem="acquire")
+        page, batch = stripe_place(old)
+        if stripe_credits(old) <= 0:
+            renewed = renew(heap, cls, old)
+        if renewed != 0:
+            fence(ptr)
+            detach(heap, cls, tl.atomic_xchg(ptr + SPARE, renewed, sem="relaxed"))
     else:
-        # Somebody refilled it before us.
-        enter_transit(heap)
-        tl.atomic_add(heap + GRANTED + cls, -stripe_credits(old), sem="relaxed")
-    credits = tl.maximum(stripe_credits(word), 0)
-    tl.atomic_add(heap + GRANTED + cls, credits, sem="relaxed")
-    if (again == 0) | (word != 0):
-        # The slots' former owners, and our page words, happen before whoever takes a ticket.
+        old = tl.atomic_xchg(ptr, tl.full((), REFILLING, tl.int64), sem="acquire")
+        page, batch = stripe_place(old)
+        place = old
+        if stripe_credits(old) <= 0:
+            place = renew(heap, cls, old)
+            filling = is_filling(heap)
+            if (place == 0) & (need > 0) & (filling | (batch > 0)):
+                # A busy stripe does not care for a few slots while there is plenty.
+                least = tl.where(filling, 1, tl.maximum(class_slots(cls) * batch >> 3, 1))
+                place, pages = draw(heap, cls, need, need * 0 + 2, least)
+            if (place | pages) == 0:
+                previous = tl.where(batch > 0, batch, tl.maximum(page - 1, 0))
+                place = open_batch(heap, cls, tl.where(filling, 0, previous))
+        renewed = place
+        # What the slots' former owners did, and our page words, before whoever takes a ticket.
         fence(ptr)
-        installed = word - tl.minimum(credits, need.to(tl.int64))
-        other = tl.atomic_xchg(ptr, installed, sem="relaxed")
-        detach(heap, cls, other)
-        if kept < batch:
-            rest = pack_stripe(page + kept, batch - kept, fresh, tl.minimum(credits, 0))
-            detach(heap, cls, rest)
-        if opened > 0:
-            count_pages(heap, opened)
-    if word != 0:
-        leave_transit(heap, need * 0 + 1)
-    if again == 0:
-        leave_transit(heap, ((batch > 0) | (word != 0)).to(tl.int32))
-    return word
+        mine = tl.minimum(tl.maximum(stripe_credits(place), 0), need.to(tl.int64))
+        rest = tl.where(pages != 0, drawing(batch), place - mine)
+        detach(heap, cls, tl.atomic_xchg(ptr, rest, sem="relaxed"))
+    # Of the old batch, what was not renewed. (Credits it has were found by us, and kept.)
+    first, kept = stripe_place(renewed)
+    kept = tl.where((pages == 0) & (first == page), tl.minimum(kept, batch), 0)
+    lost = tl.maximum(stripe_credits(old), 0) * (kept == 0).to(tl.int64)
+    detach(heap, cls, pack_stripe(page + kept, batch - kept, lost))
+    leave_transit(heap, need * 0 + 1)
+    return place, pages
 
 
 @triton.jit(noinline=True)
-def more_tickets(heap, cls, need, crossed):
-    """Tickets for up to ``need`` slots of class ``cls`` when the stripe was dry (int32 scalars).
+def prefetch(heap, cls, batch):
+    """Have a spare batch ready for the program's stripe of class ``cls``, whose batch of
+    ``batch`` pages (int32 scalars) is half used; returns 0."""
+    ptr = own_stripe(heap, cls) + SPARE
+    if (atomic_load(ptr) == 0) & (is_filling(heap) == 0):
+        enter_transit(heap)
+        word = open_batch(heap, cls, batch)
+        fence(ptr)
+        detach(heap, cls, tl.atomic_xchg(ptr, word, sem="relaxed"))
+        leave_transit(heap, (word != 0).to(tl.int32))
+    return cls * 0
 
-    ``crossed`` != 0: our subtraction took the stripe below zero, so the refill is ours. Returns a
-    stripe word of which the caller owns the first min(need, credits) tickets, or 0 after two
-    quiet passes (nothing found, nothing put back, nothing in hand): the memory is exhausted. Two,
-    because a slot freed into an attached page behind our back is found by the second.
-    """
-    stripe = program_index() & (load_geometry(heap, G_STRIPES).to(tl.int32) - 1)
-    ptr = stripe_ptr(heap, cls, stripe)
-    result = tl.full((), 0, tl.int64)
-    polls = tl.where(crossed != 0, 0, POLLS)
+
+@triton.jit
+def half_used(word, slots, count):
+    """Whether ``count`` tickets from stripe word ``word`` used up the first half of its batch, if
+    that is a long one: whoever sees that should :func:`prefetch`."""
+    _page, batch = stripe_place(word)
+    half = (batch * slots >> 1).to(tl.int64)
+    credits = stripe_credits(word)
+    return (batch >= 4) & (credits >= half) & (credits - count < half)
+
+
+@triton.jit
+def own_stripe(heap, cls):
+    """The stripe of class ``cls`` that this program uses."""
+    return stripe_ptr(heap, cls, program_index() & (load_geometry(heap, G_STRIPES) - 1))
+
+
+@triton.jit(noinline=True)
+def await_slots(heap, cls, need):
+    """Wait at the program's stripe of class ``cls``, which was dry when we came by (int32
+    scalars). Returns (place, duty): a stripe word as a subtraction returned it, or 0; and whether
+    it is our duty to refill the stripe, as we took it below zero. Both 0: there may be slots to
+    be drawn, or it takes too long."""
+    ptr = own_stripe(heap, cls)
+    place = tl.full((), 0, tl.int64)
+    duty = need * 0
+    polls = need * 0 + POLLS
     while polls > 0:
         polls -= 1
-        if stripe_credits(atomic_load(ptr)) >= 0:
-            old = tl.atomic_add(ptr, -need.to(tl.int64), sem="relaxed")
-            if stripe_credits(old) > 0:
-                result = old
-            # At 0 it was we who took it below: the refill is ours after all.
-            polls = tl.where(stripe_credits(old) >= 0, 0, polls)
-    quiet = need * 0
-    before = tl.full((), -1, tl.int64)
-    passes = need * 0
-    while (result == 0) & (quiet < 2):
-        result = refill(heap, cls, ptr, need, passes)
-        passes += 1
-        if result == 0:
-            result = steal(heap, cls, need)
-        if result == 0:
-            stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
-            gained = flush(heap, cls * stripes, (cls + 1) * stripes, need * 0 + FLUSH_FREE)
-            gained += flush(heap, need * 0, stripes * NUM_CLASSES, need * 0 + FLUSH_IDLE)
-            after = collect(heap)
-            same = (gained == 0) & (after >= 0) & (after == before)
-            quiet = tl.where(same, quiet + 1, 0)
-            before = after
-    # What the stripe's refill came after happens before what the caller does with the slots.
-    fence(ptr)
-    return result
+        now = atomic_load(ptr)
+        if stripe_credits(now) >= 0:
+            now = tl.atomic_add(ptr, -need.to(tl.int64), sem="acquire")
+            credits = stripe_credits(now)
+            place = tl.where(credits > 0, now, place)
+            duty = ((credits >= 0) & (credits < need)).to(tl.int32)
+            polls = tl.where(credits >= 0, 0, polls)
+        elif is_drawing(now):
+            polls = polls * 0
+    return place, duty
 
 
 @triton.jit(noinline=True)
-def take_run(heap, n):
+def take_duty(heap, cls):
+    """Make the refill of the program's stripe ours if it is nobody's: 1 or 0."""
+    ptr = own_stripe(heap, cls)
+    now = atomic_load(ptr)
+    duty = cls * 0
+    if is_drawing(now):
+        duty += (atomic_cas(ptr, now, tl.full((), REFILLING, tl.int64)) == now).to(tl.int32)
+    return duty
+
+
+@triton.jit(noinline=True)
+def find_slots(heap, cls, need, crossed):
+    """Slots for ``need`` requests of class ``cls`` when there were no tickets (int32 scalars).
+    ``crossed`` != 0: our subtraction took the stripe below zero, so the refill is ours. Returns
+    (place, pages) as :func:`refill`.
+
+    First at the program's own stripe; then everywhere, until something is found or two passes
+    were quiet (nothing found, nothing put back, nothing in hand): then both are 0, the memory is
+    exhausted. Two, because a slot freed into an attached page behind our back is found by the
+    second.
+    """
+    place = tl.full((), 0, tl.int64)
+    pages = tl.full((), 0, tl.int64)
+    before = tl.full((), -1, tl.int64)
+    quiet = need * 0
+    duty = crossed
+    waits = tl.where(crossed == 0, WAITS, 0)
+    if (crossed == 0) & (need >= class_slots(cls) * WHOLE_PAGES):
+        place = open_whole(heap, cls, need)
+    while ((place | pages) == 0) & (quiet < 2):
+        everywhere = (waits <= 0) & (duty == 0)
+        if waits > 0:
+            waits -= 1
+            place, duty = await_slots(heap, cls, need)
+        if (place | duty) == 0:
+            looks = tl.where(everywhere, 0, 2)
+            place, pages = draw(heap, cls, need, looks, need * 0 + 1)
+            if ((place | pages) == 0) & (everywhere == 0):
+                duty = take_duty(heap, cls)
+        if duty != 0:
+            # Tickets that we have already are enough for us.
+            found, drawn = refill(heap, cls, tl.where(place == 0, need, 0))
+            place = tl.where(place == 0, found, place)
+            pages = drawn
+            duty = need * 0
+            waits = need * 0
+        elif everywhere & ((place | pages) == 0):
+            # Announces nothing unless a page may be free: programs that find the heap exhausted
+            # must leave each other in peace, or none would see the quiet pass that ends it.
+            index, _hints = first_hinted(heap, need * 0, need * 0)
+            if index != FAR:
+                place = open_whole(heap, cls, need)
+            if place == 0:
+                gained = need * 0
+                mode = need * 0 + FLUSH_FREE
+                while mode >= FLUSH_IDLE:
+                    stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
+                    first = tl.where(mode == FLUSH_FREE, cls, 0) * stripes * 2
+                    end = tl.where(mode == FLUSH_FREE, cls + 1, NUM_CLASSES) * stripes * 2
+                    gained += flush(heap, first, end, mode)
+                    mode -= 1
+                after = collect(heap)
+                same = (gained == 0) & (after >= 0) & (after == before)
+                quiet = tl.where(same, quiet + 1, 0)
+                before = after
+    # What the slots' former owners did happens before what the caller does with them.
+    fence(heap + GRANTED + cls)
+    return place, pages
+
+
+@triton.jit(noinline=True)
+def find_run(heap, n):
     """Take ``n`` pages (int32) for a large allocation: the first page, or -1 when exhausted
-    (two quiet passes, as in :func:`more_tickets`)."""
+    (two quiet passes, as in :func:`find_slots`)."""
     page = tl.full((), -1, tl.int32)
     quiet = n * 0
     before = tl.full((), -1, tl.int64)
@@ -516,7 +643,7 @@ def take_run(heap, n):
         page = take_pages(heap, n)
         if page < 0:
             stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
-            gained = flush(heap, n * 0, stripes * NUM_CLASSES, n * 0 + FLUSH_IDLE)
+            gained = flush(heap, n * 0, stripes * (2 * NUM_CLASSES), n * 0 + FLUSH_IDLE)
             after = collect(heap)
             same = (gained == 0) & (after >= 0) & (after == before)
             quiet = tl.where(same, quiet + 1, 0)

@@ -36,8 +36,8 @@ def usable_size_kernel(heap, addrs, sizes, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def trim_kernel(heap, stripes):
-    """Dissolve the batches of 64 stripes per program: whatever is free can then be found by
+def trim_kernel(heap, batches):
+    """Dissolve 64 batches per program: whatever is free can then be found by
     anybody, and pages that are free as a whole go back to the page level."""
     first = tl.program_id(0) * 64
-    flush(heap, first, tl.minimum(first + 64, stripes), first * 0 + FLUSH_ALL)
+    flush(heap, first, tl.minimum(first + 64, batches), first * 0 + FLUSH_ALL)

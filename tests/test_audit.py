@@ -12,7 +12,6 @@ from devalloc.sizes import CLASS_SIZES, PAGE_BYTES
 from tests.support import assert_empty
 
 PAGES = 70  # two chunks, the second of six pages
-PIN = layout.PIN.value
 TRANSIT = layout.TRANSIT.value
 
 
@@ -39,8 +38,8 @@ class Damage:
     def flip_page_bit(self, page: int) -> None:
         self.flip(self.geometry.page_bits + page // 64, page % 64)
 
-    def slot_word(self, page: int, word: int = 0) -> int:
-        return self.geometry.slot_bits + page * layout.SLOT_WORDS.value + word
+    def live_word(self, page: int, word: int = 0) -> int:
+        return self.geometry.live_bits + page * layout.LIVE_WORDS.value + word
 
     def hint(self, row: int) -> int:
         return self.geometry.hints + row * self.geometry.row_words
@@ -55,12 +54,18 @@ def forget_hint(damage: Damage, row: int) -> None:
 
 
 def empty_slab(damage: Damage) -> None:
-    """A slab with its last slots free in bits and count, but not retired."""
+    """A slab with its last slots free in live bits and account, but not retired."""
     page = damage.slabs[0]
-    live = sum(int(damage.words[damage.slot_word(page, word)]).bit_count() for word in range(64))
+    live = sum(int(damage.words[damage.live_word(page, word)]).bit_count() for word in range(64))
     for word in range(64):
-        damage.words[damage.slot_word(page, word)] = 0
-    damage.add(damage.page(page), live)
+        damage.words[damage.live_word(page, word)] = 0
+    damage.add(damage.page(page), -live)
+
+
+def move_live_bit(damage: Damage) -> None:
+    """The number of live bits is right, but one is between two slots."""
+    damage.flip(damage.live_word(damage.slabs[0]), 0)
+    damage.flip(damage.live_word(damage.slabs[0], 1), 0)
 
 
 KIND = layout.KIND_SHIFT.value
@@ -68,13 +73,15 @@ ORDERS = layout.ORDERS.value
 SLOT_CLASS = CLASS_SIZES.index(1024)
 
 PLANTED: dict[str, tuple[str, Callable[[Damage], None]]] = {
-    "a slot bit too many": ("H4", lambda d: d.flip(d.slot_word(d.slabs[0]), 63)),
-    "a slot bit too few": ("H4", lambda d: d.flip(d.slot_word(d.slabs[0]), 0)),
-    "a slot bit beyond the last slot": ("H4", lambda d: d.flip(d.slot_word(d.slabs[0], 1), 0)),
-    "a slot bit in a free page": ("H4", lambda d: d.flip(d.slot_word(d.free[0]), 5)),
-    "a slot bit in a run": ("H4", lambda d: d.flip(d.slot_word(d.runs[0], 63), 63)),
-    "a count too high": ("H4", lambda d: d.add(d.page(d.slabs[0]), 1)),
-    "a count too low": ("H4", lambda d: d.add(d.page(d.slabs[0]), -1)),
+    "a live bit too many": ("H4", lambda d: d.flip(d.live_word(d.slabs[0]), 63)),
+    "a live bit too few": ("H4", lambda d: d.flip(d.live_word(d.slabs[0]), 0)),
+    "a live bit beyond the last slot": ("H4", lambda d: d.flip(d.live_word(d.slabs[0], 1), 0)),
+    "a live bit in a free page": ("H4", lambda d: d.flip(d.live_word(d.free[0]), 5)),
+    "a live bit in a run": ("H4", lambda d: d.flip(d.live_word(d.runs[0], 63), 63)),
+    "a live bit between slots": ("H4", move_live_bit),
+    "a run without a live bit": ("H4", lambda d: d.flip(d.live_word(d.runs[0]), 0)),
+    "an account too high": ("H4", lambda d: d.add(d.page(d.slabs[0]), 1)),
+    "an account too low": ("H4", lambda d: d.add(d.page(d.slabs[0]), -1)),
     "credits that nobody gave": ("H4", lambda d: d.add(d.stripe(SLOT_CLASS), 1)),
     "an attached page without a batch": ("H4", lambda d: d.flip(d.page(d.slabs[0]), 30)),
     "a slab of no class": ("H4", lambda d: d.add(d.page(d.slabs[0]), 40 << 24)),
@@ -91,8 +98,6 @@ PLANTED: dict[str, tuple[str, Callable[[Damage], None]]] = {
     "a run that is lost": ("H2", lambda d: d.add(d.page(d.runs[0]), -(2 << KIND) - 3)),
     "a page beyond the end": ("H2", lambda d: d.flip_page_bit(PAGES)),
     "a wrong number of used pages": ("H2", lambda d: d.add(layout.USED.value, 1)),
-    "a pin": ("H2", lambda d: d.add(d.page(d.slabs[0]), PIN)),
-    "a pin on a free page": ("H2", lambda d: d.add(d.page(d.free[0]), PIN)),
     "something in hand": ("H2", lambda d: d.add(TRANSIT, 1 << 44)),
     "a hidden slab": ("H3", lambda d: d.flip(d.page(d.slabs[0]), 31)),
     "an empty slab": ("H3", empty_slab),

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # The device code, relative to devalloc.kernels.
 KERNEL_LAYERS = [
-    {"bits"},
+    {"bits", "target"},
     {"layout", "atomics"},
-    {"record"},
+    {"record", "lanes"},
     {"pages"},
     {"slabs"},
     {"heap"},

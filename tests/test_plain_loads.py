@@ -18,7 +18,7 @@ KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 ALLOWED = {
     "atomics.fence": "inline assembly that reads nothing: the fence instruction",
     "layout.load_geometry": "geometry words are written before the heap is handed to any kernel",
-    "heap.copy_lanes": "payload of realloc: both blocks belong to the caller, no branch reads it",
+    "heap.copy": "payload of realloc: both blocks belong to the caller, no branch reads it",
     "upkeep.malloc_kernel": "the tensor of requests; nobody writes it while the kernel runs",
     "upkeep.free_kernel": "the tensor of addresses; nobody writes it while the kernel runs",
     "upkeep.usable_size_kernel": "the tensor of addresses; nobody writes it while the kernel runs",

@@ -111,7 +111,7 @@ def test_a_slab_page_is_cut_with_little_left_over() -> None:
     for size, slots in zip(CLASS_SIZES, CLASS_SLOTS, strict=True):
         assert slots * size <= PAGE_BYTES < (slots + 1) * size
         assert (PAGE_BYTES - slots * size) / PAGE_BYTES < 0.125
-        assert slots <= 64 * layout.SLOT_WORDS.value
+        assert slots <= 64 * layout.LIVE_WORDS.value
 
 
 def test_powers_of_two_align_themselves() -> None:

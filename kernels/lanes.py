@@ -1,0 +1,81 @@
+"""Small things about the lanes of a block, which also work on scalars.
+
+Everything above is written once for a scalar request of the whole program and for a block with a
+request per lane. A scalar is a block of one lane that needs no reductions.
+"""
+
+import triton
+import triton.language as tl
+
+from .atomics import atomic_cas
+
+
+@triton.constexpr_function
+def is_block(x):
+    """Whether an argument is a block rather than a scalar, a Python number or None."""
+    return len(getattr(x, "shape", ())) > 0
+
+
+@triton.jit
+def lane_index(model):
+    """The lanes' numbers (int32), in the shape of ``model``."""
+    if is_block(model):
+        index = tl.arange(0, model.shape[0])
+    else:
+        index = tl.full((), 0, tl.int32)
+    return index
+
+
+@triton.jit
+def count_lanes(flags):
+    """How many flags are true (int32)."""
+    if is_block(flags):
+        count = tl.sum(flags.to(tl.int32), axis=0)
+    else:
+        count = flags.to(tl.int32)
+    return count
+
+
+@triton.jit
+def any_lane(flags):
+    return count_lanes(flags) > 0
+
+
+@triton.jit
+def first_lane(flags):
+    """Lane of the first true flag; the width of the block if there is none."""
+    if is_block(flags):
+        lane = tl.arange(0, flags.shape[0])
+        first = tl.min(tl.where(flags, lane, flags.shape[0]), axis=0)
+    else:
+        first = (flags == 0).to(tl.int32)
+    return first
+
+
+@triton.jit
+def pick(values, lane):
+    """The scalar in ``lane`` of a block."""
+    if is_block(values):
+        value = tl.sum(tl.where(tl.arange(0, values.shape[0]) == lane, values, 0), axis=0)
+    else:
+        value = values
+    return value
+
+
+@triton.jit
+def rank_of(flags):
+    """How many of the lanes before are flagged too (int32); of no meaning where not flagged."""
+    if is_block(flags):
+        rank = tl.cumsum(flags.to(tl.int32), axis=0) - 1
+    else:
+        rank = tl.full((), 0, tl.int32)
+    return rank
+
+
+@triton.jit
+def cas_lanes(ptr, expected, desired, active, spare):
+    """:func:`atomic_cas` in the active lanes. The instruction has no mask: the others compare and
+    swap 0 for 0 at ``spare``, which had better be different words that nobody waits for."""
+    zero = expected & 0
+    where = tl.where(active, ptr, spare)
+    return atomic_cas(where, tl.where(active, expected, zero), tl.where(active, desired, zero))

@@ -1,0 +1,13 @@
+"""What the code is being compiled for."""
+
+import triton
+import triton.language as tl
+
+
+@triton.constexpr_function
+def has_ptx():
+    """Whether the code is being compiled for a CUDA device (and not interpreted)."""
+    if triton.knobs.runtime.interpret:
+        return False
+    target = tl.target_info.current_target()
+    return target is not None and target.backend == "cuda"
