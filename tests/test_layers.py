@@ -33,7 +33,7 @@ HOST_LAYERS = [
     {"sources", "heap_state"},
     {"heap"},
     {"__init__"},
-    {"report"},
+    {"replay", "report"},
     {"demo"},
     {"cli"},
 ]
