@@ -164,7 +164,7 @@ def generation(device: torch.device, tiny: bool = False) -> None:
     step, by concatenation, until the request is done and the next one takes its place."""
     torch.manual_seed(SEED)
     draw = random.Random(SEED)
-    layers, width, together, steps = (2, 32, 2, 6) if tiny else (8, 1024, 8, 220)
+    layers, width, together, steps = (2, 32, 2, 6) if tiny else (8, 1024, 8, 64)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model = Transformer(layers, width, heads=16).to(device, dtype).eval()
     active: list[tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], int]] = []
@@ -173,7 +173,7 @@ def generation(device: torch.device, tiny: bool = False) -> None:
             prompt = draw.randint(4, 8) if tiny else draw.randint(64, 2048)
             tokens = torch.randint(Transformer.VOCABULARY, (1, prompt)).to(device)
             logits, caches = model(tokens)
-            done_after = draw.randint(2, 4) if tiny else draw.randint(20, 150)
+            done_after = draw.randint(2, 4) if tiny else draw.randint(10, 50)
             active.append((logits[:, -1:].argmax(-1), caches, done_after))
         going_on = []
         for token, caches, left in active:
