@@ -16,7 +16,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from devalloc.errors import InvalidArgument
 from devalloc.replay.pytorch import load_plain_pickle, snapshot_trace
@@ -49,18 +49,32 @@ def load_trace(path: str | Path, device: int | None = None) -> Trace:
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
         with gzip.open(path) if packed else path.open("rb") as file:
-            start = file.read(64)
-            file.seek(0)
-            if start[:1] == b"\x80":
-                return snapshot_trace(load_plain_pickle(file), device, {"file": path.name})
-            text = io.TextIOWrapper(file, encoding="ascii", newline="")
-            if start.startswith(MARK.encode()):
-                return read_compact(text)
-            return read_log(text, {"file": path.name})
+            return _plausible(_read_any(cast("IO[bytes]", file), path.name, device))
     except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError, csv.Error) as error:
         raise InvalidArgument(f"{path}: damaged, or no trace: {error}") from error
     except InvalidArgument as error:
         raise InvalidArgument(f"{path}: {error}") from error
+
+
+def _read_any(file: IO[bytes], name: str, device: int | None) -> Trace:
+    start = file.read(64)
+    file.seek(0)
+    if start[:1] == b"\x80":
+        return snapshot_trace(load_plain_pickle(file), device, {"file": name})
+    text = io.TextIOWrapper(file, encoding="ascii", newline="")
+    if start.startswith(MARK.encode()):
+        return read_compact(text)
+    return read_log(text, {"file": name})
+
+
+def _plausible(trace: Trace) -> Trace:
+    """Refuse numbers that no machine has, before something counts with them in 64 bits."""
+    most = max(trace.requested(), default=0)
+    if trace.recorded is not None:
+        most = max(most, *map(abs, trace.recorded.reserved()))
+    if most >= 1 << 60:
+        raise InvalidArgument(f"{most} bytes at a time: no trace of a real program")
+    return trace
 
 
 # Logs -----------------------------------------------------------------------------------------

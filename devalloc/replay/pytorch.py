@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 from devalloc.errors import InvalidArgument
 from devalloc.replay.trace import Trace, TraceBuilder
@@ -29,7 +28,7 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("it refers to something outside; only plain data is read")
 
 
-def load_plain_pickle(file: io.BufferedIOBase) -> Any:
+def load_plain_pickle(file: IO[bytes]) -> Any:
     """The plain data of a pickle; raises InvalidArgument for anything else."""
     try:
         return PlainUnpickler(file).load()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 from devalloc.sizes import format_size
@@ -37,13 +38,13 @@ class Recorded:
     reserved_at_start: int
     changes: tuple[tuple[int, int], ...]
 
+    def reserved(self) -> list[int]:
+        """Bytes in segments at the start and after each change."""
+        return list(accumulate((n for _, n in self.changes), initial=self.reserved_at_start))
+
     @property
     def peak_reserved(self) -> int:
-        reserved = peak = self.reserved_at_start
-        for _, nbytes in self.changes:
-            reserved += nbytes
-            peak = max(peak, reserved)
-        return peak
+        return max(self.reserved())
 
     @property
     def source_allocations(self) -> int:
@@ -185,7 +186,11 @@ class TraceBuilder:
             start = reserved_at_end - sum(nbytes for _, nbytes in self._changes)
             changes = ((len(initial) + position, nbytes) for position, nbytes in self._changes)
             recorded = Recorded(start, tuple(changes))
-        notes = [f"{count} {what}" for what, count in self._counts.items()]
+            if min(recorded.reserved()) < 0:
+                recorded = None
+        notes = [f"{count} x {what}" for what, count in self._counts.items()]
+        if reserved_at_end is not None and recorded is None:
+            notes.append("the recorded reserved bytes do not add up, and are left out")
         if initial:
             total = format_size(sum(self._sizes[block] for block in initial))
             notes.insert(0, f"{len(initial)} blocks ({total}) lived before the first event")

@@ -79,7 +79,7 @@ def test_a_free_that_never_completes_but_must_have() -> None:
     entries = [e for e in recorder.entries if (e["action"], e["size"]) != ("free_completed", 1000)]
     trace = snapshot_trace({"device_traces": [entries], "segments": recorder.segments})
     assert trace.requested() == [1000, 0, 2000, 5000, 2000]
-    assert trace.notes == ("1 requested frees without completion, completed at the next use",)
+    assert trace.notes == ("1 x requested frees without completion, completed at the next use",)
 
 
 actions = st.lists(
@@ -179,8 +179,8 @@ def test_other_kinds_of_events() -> None:
     assert trace.requested() == [1000, 1100]
     assert trace.recorded == Recorded(0, ((0, SEGMENT),))
     assert trace.notes == (
-        "1 events in private pools, treated like all others",
-        "2 events of the unknown kind 'sneeze', left out",
+        "1 x events in private pools, treated like all others",
+        "2 x events of the unknown kind 'sneeze', left out",
     )
 
 
@@ -197,10 +197,10 @@ def test_contradictions_are_told() -> None:
     trace = snapshot_trace(recorder.snapshot())
     assert trace.requested() == [1000, 0, 2000, 5000, 2000, 6000]
     assert trace.notes == (
-        "1 frees of what was free already, left out",
-        "1 addresses allocated again without a free; freed just before",
-        "1 frees of unknown blocks of unknown size, left out",
-        "1 allocations of no bytes, left out",
+        "1 x frees of what was free already, left out",
+        "1 x addresses allocated again without a free; freed just before",
+        "1 x frees of unknown blocks of unknown size, left out",
+        "1 x allocations of no bytes, left out",
     )
 
 
@@ -212,7 +212,17 @@ def test_live_at_the_end_without_an_allocation() -> None:
     recorder.alloc(2000)
     trace = snapshot_trace({"device_traces": [entries], "segments": recorder.segments})
     assert trace.requested() == [1000, 0]
-    assert trace.notes == ("1 blocks live at the end whose allocation is missing, left out",)
+    assert trace.notes == ("1 x blocks live at the end whose allocation is missing, left out",)
+
+
+def test_reserved_bytes_that_do_not_add_up() -> None:
+    """A segment went away after the recording had ended."""
+    recorder = TorchLike()
+    recorder.free(recorder.alloc(1000))
+    trace = snapshot_trace({"device_traces": [recorder.entries], "segments": []})
+    assert trace.recorded is None
+    assert trace.notes == ("the recorded reserved bytes do not add up, and are left out",)
+    assert trace.requested() == [1000, 0]
 
 
 def broken(**changes: Any) -> Any:
@@ -360,9 +370,9 @@ def test_a_log_of_our_own(tmp_path: Path) -> None:
     assert trace.recorded is None
     assert trace.origin == {"file": "log.csv"}
     assert trace.notes == (
-        "2 failed allocations, left out",
-        "1 failed frees, left out",
-        "1 frees on another stream than the allocation's, taken as on that one",
+        "2 x failed allocations, left out",
+        "1 x failed frees, left out",
+        "1 x frees on another stream than the allocation's, taken as on that one",
     )
 
 
@@ -388,7 +398,7 @@ def test_a_log_of_rmm(tmp_path: Path, packed: bool) -> None:
     assert trace.requested() == [256, 0, 512, 1536, 1024, 0]
     assert trace.notes == (
         "1 blocks (256 B) lived before the first event",
-        "1 failed allocations, left out",
+        "1 x failed allocations, left out",
     )
 
 
@@ -432,6 +442,7 @@ def test_compact_traces(tmp_path: Path, trace: Trace) -> None:
     assert path.read_bytes() == first, "nothing of the time or the place in it"
 
 
+BIG = 1 << 60
 GOOD = """\
 # devalloc trace 1
 {"origin": {}, "live_at_start": 1, "reserved_at_start": 2, "peak_reserved": 10, "notes": []}
@@ -478,6 +489,24 @@ def test_damaged_compact_traces(tmp_path: Path, before: str, after: str, reason:
     with pytest.raises(InvalidArgument, match=reason) as error:
         load_trace(path)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("a,0,4,0", f"a,0,{BIG},0"),
+        (
+            '_start": 2, "peak_reserved": 10',
+            f'_start": -{1 << 60}, "peak_reserved": {8 - (1 << 60)}',
+        ),
+    ],
+)
+def test_numbers_of_no_machine(tmp_path: Path, before: str, after: str) -> None:
+    path = tmp_path / "trace.csv"
+    assert before in GOOD
+    path.write_text(GOOD.replace(before, after))
+    with pytest.raises(InvalidArgument, match="no trace of a real program"):
+        load_trace(path)
 
 
 def test_a_cut_file(tmp_path: Path) -> None:
