@@ -83,10 +83,6 @@ class Replay:
     seconds: float | None = None
 
     @property
-    def source_calls(self) -> int:
-        return self.source_allocations + self.source_frees
-
-    @property
     def seconds_per_event(self) -> float | None:
         return None if self.seconds is None else self.seconds / max(len(self.reserved), 1)
 

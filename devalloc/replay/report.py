@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from devalloc.replay.engine import Replay
@@ -28,30 +29,33 @@ def describe_trace(trace: Trace) -> list[str]:
 
 
 def replay_table(replays: Sequence[Replay]) -> Table:
-    """One row for each replay. Fragmentation: the share of reserved memory not asked for."""
-    table = Table()
-    table.add_column("policy")
+    """One row for each replay; it fits a terminal of 80 columns.
+
+    Fragmentation is the share of reserved memory that was not asked for, averaged over events.
+    """
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("policy", no_wrap=True)
     for column in (
-        "peak reserved",
-        "peak allocated",
-        "source calls",
-        "of them allocations",
-        "mean fragmentation",
-        "failures",
-        "time per event",
+        "peak\nreserved",
+        "peak\nallocated",
+        "source\nallocs",
+        "source\nfrees",
+        "fragm.",
+        "failed",
+        "us per\nevent",
     ):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for each in replays:
         allocated, seconds = each.peak_allocated, each.seconds_per_event
         table.add_row(
             each.name,
             format_size(each.peak_reserved),
-            "" if allocated is None else format_size(allocated),
-            str(each.source_calls),
+            "-" if allocated is None else format_size(allocated),
             str(each.source_allocations),
+            str(each.source_frees),
             f"{each.mean_fragmentation:.1%}",
             str(each.failures),
-            "" if seconds is None else f"{seconds * 1e6:.2f} us",
+            "-" if seconds is None else f"{seconds * 1e6:.2f}",
         )
     return table
 

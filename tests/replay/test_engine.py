@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from itertools import count
 from pathlib import Path
 
@@ -60,7 +62,8 @@ class Hoard:
 
 
 def ticking() -> float:
-    return float(next(TICKS))
+    """A clock that shows 7 us more each time."""
+    return next(TICKS) * 1e-6
 
 
 TICKS = count(0, 7)
@@ -77,10 +80,10 @@ def test_replay() -> None:
     assert list(found.reserved) == [4096, 8192, 8192, 8192, 8192, 8192, 8192]
     assert list(found.requested) == [1024, 4096, 3072, 5120, 2048, 0, 1024]
     assert (found.peak_reserved, found.peak_allocated) == (8192, 8192)
-    assert (found.source_allocations, found.source_frees, found.source_calls) == (2, 0, 2)
+    assert (found.source_allocations, found.source_frees) == (2, 0)
     assert found.failures == 0
-    assert found.seconds == 7.0
-    assert found.seconds_per_event == 1.0
+    assert found.seconds == pytest.approx(7e-6)
+    assert found.seconds_per_event == pytest.approx(1e-6)
     assert found.fragmentation()[:2] == [0.75, 0.5]
     assert found.mean_fragmentation == pytest.approx(4.875 / 7)
     assert len(made) == 2, "the clock does not see what looking costs"
@@ -127,20 +130,17 @@ def test_fragmentation_of_nothing() -> None:
     assert empty.fragmentation() == [0.0, 0.75]
 
 
-def text_of(*replays: Replay) -> list[list[str]]:
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(replay_table(replays))
-    lines = console.export_text().splitlines()
-    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
-
-
 def test_table() -> None:
     recorded = recorded_replay(TRACE, "PyTorch")
     assert recorded is not None
-    rows = text_of(replay(TRACE, Hoard, "hoard", clock=ticking), recorded)
-    assert rows[0][:7] == ["hoard", "8 KiB", "8 KiB", "2", "2", "69.6%", "0"]
-    assert rows[0][7] == "1000000.00 us"
-    assert rows[1] == ["PyTorch", "102 KiB", "", "4", "3", "52.4%", "0", ""]
+    table = replay_table([replay(TRACE, Hoard, "auto_growth", clock=ticking), recorded])
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(table)
+    rows = [re.split(r"\s{2,}", line.strip()) for line in console.export_text().splitlines()]
+    assert rows[-3:-1] == [
+        ["auto_growth", "8 KiB", "8 KiB", "2", "0", "69.6%", "0", "1.00"],
+        ["PyTorch", "102 KiB", "-", "3", "1", "52.4%", "0", "-"],
+    ]
 
 
 def test_description() -> None:
