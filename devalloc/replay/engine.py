@@ -21,7 +21,8 @@ from devalloc.sources import SimulatedSource, Source
 class Allocator(Protocol):
     """What is replayed: blocks for sizes and streams, over a source.
 
-    ``free`` gets what ``alloc`` returned; ``allocated`` is the bytes in blocks, rounding included.
+    ``free`` gets what ``alloc`` returned; ``peak_allocated`` is the most bytes that were in blocks
+    at a time, rounding included.
     """
 
     def alloc(self, nbytes: int, stream: int) -> Any: ...
@@ -29,7 +30,7 @@ class Allocator(Protocol):
     def free(self, block: Any) -> None: ...
 
     @property
-    def allocated(self) -> int: ...
+    def peak_allocated(self) -> int: ...
 
 
 class Uncached:
@@ -37,16 +38,18 @@ class Uncached:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self.allocated = 0
+        self._allocated = 0
+        self.peak_allocated = 0
 
     def alloc(self, nbytes: int, stream: int) -> tuple[int, int]:
         address = self._source.allocate(nbytes, stream)
-        self.allocated += nbytes
+        self._allocated += nbytes
+        self.peak_allocated = max(self.peak_allocated, self._allocated)
         return address, nbytes
 
     def free(self, block: tuple[int, int]) -> None:
         self._source.free(*block)
-        self.allocated -= block[1]
+        self._allocated -= block[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +133,7 @@ def replay(
     allocator = make(source)
     reserved, requested = array("q"), array("q")
     live: dict[int, tuple[Any, int]] = {}
-    current = peak_allocated = failures = 0
+    current = failures = 0
     for block, size, stream in trace.events:
         if size:
             try:
@@ -138,7 +141,6 @@ def replay(
                 current += size
             except OutOfMemory:
                 failures += 1
-            peak_allocated = max(peak_allocated, allocator.allocated)
         elif block in live:
             handle, size = live.pop(block)
             allocator.free(handle)
@@ -150,7 +152,7 @@ def replay(
         reserved,
         requested,
         source.peak,
-        peak_allocated,
+        allocator.peak_allocated,
         source.allocations,
         source.frees,
         failures,

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from devalloc import InvalidArgument, OutOfMemory
+from devalloc import InvalidArgument
 from devalloc.replay.engine import Replay, Uncached, recorded_replay, replay
 from devalloc.replay.report import POINTS, describe_trace, replay_table, save_plot
 from devalloc.replay.trace import Event, Recorded, Trace
@@ -38,22 +38,21 @@ class Hoard:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.allocated = 0
+        self.allocated = self.peak_allocated = 0
         self.free_blocks: list[tuple[int, int]] = []
         self.calls: list[tuple[str, int]] = []
 
     def alloc(self, nbytes: int, stream: int) -> tuple[int, int]:
         self.calls.append(("alloc", nbytes))
-        self.allocated += 4 * KIB
         for block in self.free_blocks:
             if block[1] == stream:
                 self.free_blocks.remove(block)
-                return block
-        try:
-            return self.source.allocate(4 * KIB, stream), stream
-        except OutOfMemory:
-            self.allocated -= 4 * KIB
-            raise
+                break
+        else:
+            block = self.source.allocate(4 * KIB, stream), stream
+        self.allocated += 4 * KIB
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
 
     def free(self, block: tuple[int, int]) -> None:
         self.calls.append(("free", block[1]))
