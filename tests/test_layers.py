@@ -31,7 +31,7 @@ HOST_LAYERS = [
     {"errors", "_locate_kernels"},
     {"sizes", "kernels"},
     {"sources", "heap_state"},
-    {"heap"},
+    {"cache", "heap"},
     {"__init__"},
     {"replay", "report"},
     {"demo"},
