@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from devalloc.cli import main
 from devalloc.replay.files import load_trace, save_compact
-from devalloc.replay.policies import POLICIES
+from devalloc.replay.policies import ALLOCATORS
 from tests.replay.torch_like import TorchLike
 
 
@@ -48,7 +48,7 @@ def test_replay_command(tmp_path: Path, snapshot: Path) -> None:
     assert "32 events: 16 allocations on 2 streams, at most" in text
     assert "lived before the first event" in text
     found = rows(text)
-    assert list(found) == ["recorded", *POLICIES]
+    assert list(found) == ["recorded", *ALLOCATORS]
     assert found["none"][2] == "16", "every allocation is a call"
     assert imread(plot).shape[:2] == (770, 1210)
     assert f"plot: {plot}" in text.replace("\n", "")
@@ -72,7 +72,7 @@ def test_chosen_policies(tmp_path: Path, snapshot: Path) -> None:
     assert list(rows(text)) == ["recorded", "none"]
     code, text = run("replay", snapshot, "-o", plot, "--policy", "lucky")
     assert code == 1
-    assert "no such policy: lucky; there are none" in text
+    assert "no such policy: lucky; there are none, tiny, torch" in text
 
 
 def test_capacity(tmp_path: Path, snapshot: Path) -> None:
