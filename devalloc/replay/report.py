@@ -33,7 +33,7 @@ def replay_table(replays: Sequence[Replay]) -> Table:
 
     Fragmentation is the share of reserved memory that was not asked for, averaged over events.
     """
-    table = Table(box=SIMPLE_HEAD)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("policy", no_wrap=True)
     for column in (
         "peak\nreserved",
@@ -64,6 +64,7 @@ def save_plot(path: Path, replays: Sequence[Replay], title: str) -> None:
     """Write a PNG: bytes reserved and fragmentation, by event. Raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MultipleLocator
 
     figure = Figure(figsize=(11, 7), layout="constrained")
     FigureCanvasAgg(figure)
@@ -77,6 +78,8 @@ def save_plot(path: Path, replays: Sequence[Replay], title: str) -> None:
         below.plot(*zip(*_thinned(each.fragmentation()), strict=True), label=each.name, **style)
     above.set_title(title)
     above.set_ylabel("bytes reserved")
+    highest = max(each.peak_reserved for each in replays)
+    above.yaxis.set_major_locator(MultipleLocator(1 << max(highest.bit_length() - 3, 0)))
     above.yaxis.set_major_formatter(lambda value, _: format_size(int(value)))
     above.set_ylim(bottom=0)
     above.legend()

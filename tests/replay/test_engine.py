@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -140,6 +141,16 @@ def test_table() -> None:
         ["auto_growth", "8 KiB", "8 KiB", "2", "0", "69.6%", "0", "1.00"],
         ["PyTorch", "102 KiB", "-", "3", "1", "52.4%", "0", "-"],
     ]
+
+
+def test_a_table_of_large_numbers_fits_a_terminal() -> None:
+    large = Replay("auto_growth", [0] * 100, [0] * 100, 1023 << 29, 1023 << 29, 109_145, 109_145)
+    large = replace(large, failures=99_999, seconds=100 * 123.45e-6)
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(replay_table([large]))
+    text = console.export_text()
+    assert "…" not in text
+    assert "511.5 GiB  511.5 GiB  109145  109145    0.0%   99999  123.45" in text
 
 
 def test_description() -> None:
