@@ -8,10 +8,9 @@ appear in the report only.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from typing import TYPE_CHECKING, ClassVar
 
-from devalloc.cache.blocks import FREE, Block, FreeList
+from devalloc.cache.blocks import Block, FreeList
 from devalloc.cache.policy import MIB, Policy, require_count, require_fraction, round_up
 from devalloc.errors import InvalidArgument
 
@@ -61,7 +60,6 @@ class BfcPolicy(Policy):
     retry_wait_s: float = 0.0
     timestamps: bool = False
     _region: int = dataclasses.field(default=0, init=False, repr=False)
-    _stamped: deque[int] = dataclasses.field(default_factory=deque, init=False, repr=False)
     _clock: int = dataclasses.field(default=0, init=False, repr=False)
     _frontier: int = dataclasses.field(default=0, init=False, repr=False)
     _padding: int = dataclasses.field(default=_DEFAULT_PADDING, init=False, repr=False)
@@ -87,7 +85,6 @@ class BfcPolicy(Policy):
             self._padding = int(self.fragmentation_fraction * store.limit)
         # At least one chunk: doubling from less would never reach a request.
         self._region = max(first // MIN_CHUNK * MIN_CHUNK, MIN_CHUNK)
-        self._stamped = deque()
         self._clock = self._frontier = 0
 
     def round(self, nbytes: int) -> int:
@@ -102,7 +99,7 @@ class BfcPolicy(Policy):
         if not self.timestamps:
             found = home.find(request.size)
             return None if found is None else found[1]
-        if self._stamped:
+        if store.stamps:
             self._merge_stamped(store, 0)
         return self._find_stamped(store, home, request)
 
@@ -125,7 +122,7 @@ class BfcPolicy(Policy):
     def miss(self, store: Store, request: Request) -> Block | None:
         block = self._extend(store, request)
         ordered = request.freed_before is None
-        if block is None and ordered and self._stamped and self._merge_stamped(store, request.size):
+        if block is None and ordered and store.stamps and self._merge_stamped(store, request.size):
             found = self._find_stamped(store, request.home, request)
             block = None if found is None else store.carve(store.blocks[found], request)
         if block is None and self.garbage_collection and self._release_idle(store, request):
@@ -183,37 +180,22 @@ class BfcPolicy(Policy):
         """Called before a freed block is entered."""
         self._clock += 1
         store.stamps[block.address] = self._clock
-        self._stamped.append(block.address)
 
     def _merge_stamped(self, store: Store, wanted: int) -> bool:
         """Merge stamped chunks that the frontier has passed; with ``wanted`` bytes also younger
         ones, until one chunk is that large. Whether one is."""
-        candidates: list[int] = []
-        kept: deque[int] = deque()
-        for address in self._stamped:
-            block = store.blocks.get(address)
-            stamp = store.stamps.get(address)
-            if block is None or block.state != FREE or stamp is None:
-                continue
+        candidates = []
+        for address, stamp in list(store.stamps.items()):
             if stamp < self._frontier:
                 del store.stamps[address]
             elif not wanted:
-                kept.append(address)
                 continue
             candidates.append(address)
-        self._stamped = kept
         satisfied = False
         for address in candidates:
             block = store.blocks.get(address)
-            if block is None:
+            if block is None or (satisfied and address in store.stamps):
                 continue
-            if satisfied:
-                if address in store.stamps:
-                    self._stamped.append(address)
-                    continue
-                wanted = 0
-            merged = store.settle(block, ignore_stamps=wanted > 0)
-            if merged.address in store.stamps:
-                self._stamped.append(merged.address)
+            merged = store.settle(block, ignore_stamps=wanted > 0 and not satisfied)
             satisfied = satisfied or 0 < wanted <= merged.size
         return satisfied

@@ -39,6 +39,13 @@ _MAX_PLANS = 1 << 16
 _WAIT_SLICE_S = 0.01
 
 
+def _as_int(nbytes: object) -> int:
+    try:
+        return int(operator.index(nbytes))  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidArgument(f"a size is an int, not {nbytes!r}") from None
+
+
 class Cache:
     """A host caching allocator over one source.
 
@@ -143,7 +150,7 @@ class Cache:
                     or freed_before is not None
                     or type(nbytes) is not int
                 ):
-                    return self._malloc(operator.index(nbytes), stream, freed_before)
+                    return self._malloc(_as_int(nbytes), stream, freed_before)
                 store = self._store
                 plan = self._plans.get(nbytes)
                 if plan is None:
@@ -169,8 +176,6 @@ class Cache:
                 if len(log) > rows.FULL:
                     store.ledger.fold()
                 return address
-            except TypeError as error:
-                raise InvalidArgument(f"a size is an int, not {nbytes!r}") from error
             finally:
                 self._inside = False
 
@@ -283,8 +288,6 @@ class Cache:
         return block.address
 
     def _plan(self, nbytes: int) -> tuple[int, int]:
-        if isinstance(nbytes, bool):
-            raise InvalidArgument(f"a size is an int, not {nbytes!r}")
         if nbytes < 0:
             raise InvalidArgument(f"a size cannot be negative: {nbytes} B")
         if nbytes >= 1 << 62:
@@ -529,8 +532,10 @@ class Cache:
         Waits for streams that still use freed blocks. Does nothing during a capture.
         """
         with self._entered() as store:
+            before = store.reserved
             store.wait_for_events()
-            return store.release_cached()
+            store.release_cached()
+            return before - store.reserved
 
     def on_low_memory(self, callback: Callable[[], object]) -> None:
         """Call ``callback``, which may free blocks, before the source is asked for more.

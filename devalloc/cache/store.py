@@ -192,7 +192,8 @@ class Store:
                 home.add(block.size, address)
             for address in addresses:
                 if address in self.blocks:
-                    self.settle(self.blocks[address], ignore_stamps=False)
+                    # Whoever merges keeps the later stamp.
+                    self.settle(self.blocks[address], ignore_stamps=True)
         return moved
 
     def _cut_front(self, block: Block, size: int) -> None:
@@ -248,16 +249,23 @@ class Store:
         stamps = self.stamps
         if stamps and block.address in stamps and not ignore_stamps:
             return block
-        for first in (block.prev, block):
-            if first is None or first.next is None:
-                continue
-            second = first.next
-            other = first if second is block else second
-            if other.state != FREE or other.home is not home:
-                continue
-            if stamps and not ignore_stamps and other.address in stamps:
-                continue
-            block = self._join(first, second, other)
+        strict = bool(stamps) and not ignore_stamps
+        before = block.prev
+        if (
+            before is not None
+            and before.state == FREE
+            and before.home is home
+            and not (strict and before.address in stamps)
+        ):
+            block = self._join(before, block, before)
+        after = block.next
+        if (
+            after is not None
+            and after.state == FREE
+            and after.home is home
+            and not (strict and after.address in stamps)
+        ):
+            self._join(block, after, after)
         return block
 
     def settle(self, block: Block, ignore_stamps: bool) -> Block:
@@ -274,6 +282,7 @@ class Store:
         return block
 
     def _join(self, first: Block, second: Block, listed: Block) -> Block:
+        """Make one of two neighbours; ``listed`` is the one that was in a free list."""
         log = self.ledger.rows
         home = listed.home
         home.remove(listed.size, listed.address)
@@ -364,6 +373,9 @@ class Store:
             for pool in self.default.pools:
                 if len(pool.lists) > 1:
                     self.adopt(pool, pool.lists[min(pool.lists)])
+        for address in list(self.stamps):
+            if address in self.stamps:
+                self.settle(self.blocks[address], ignore_stamps=True)
         released = 0
         unused = [pools for pools in self.privates.values() if pools.uses == 0]
         for pools in (self.default, *unused):
