@@ -402,6 +402,13 @@ def test_a_log_of_rmm(tmp_path: Path, packed: bool) -> None:
     )
 
 
+def test_what_lived_before_is_allocated_by_address() -> None:
+    rows = ["Action,Pointer,Size", "free,0x30,3", "free,0x10,1", "free,0x20,2"]
+    trace = read_log(rows)
+    assert [event.size for event in trace.events] == [1, 2, 3, 0, 0, 0]
+    assert [event.block for event in trace.events] == [0, 1, 2, 2, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -430,8 +437,9 @@ def test_no_logs(text: str, reason: str) -> None:
         Trace((Event(0, 5, 0), Event(1, 7, 1), Event(0, 0, 0)), 1, None, ("1 note",)),
         Trace((), 0, Recorded(10, ((0, 5), (0, -15)))),
         Trace((Event(0, 5, 0),), 0, Recorded(0, ((0, 5), (1, 6), (1, 7)))),
+        Trace((Event(0, 5, 0), Event(0, 0, 0)), 0, Recorded(0, ((0, 5), (0, 6), (1, -5)))),
     ],
-    ids=["snapshot", "unrecorded", "empty", "late-changes"],
+    ids=["snapshot", "unrecorded", "empty", "late-changes", "two-changes"],
 )
 def test_compact_traces(tmp_path: Path, trace: Trace) -> None:
     path = tmp_path / "trace.csv.gz"
