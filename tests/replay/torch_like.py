@@ -133,3 +133,12 @@ class TorchLike:
             "allocator_settings": {},
             "external_annotations": [],
         }
+
+
+def a_snapshot() -> dict[str, Any]:
+    """The snapshot of a small program."""
+    recorder = TorchLike()
+    addresses = [recorder.alloc(size) for size in (1000, 3_000_000, 600)]
+    recorder.free(addresses[1])
+    recorder.free(recorder.alloc(2_000_000))
+    return recorder.snapshot()
