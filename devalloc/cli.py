@@ -1,4 +1,4 @@
-"""The command line: ``devalloc info``, ``devalloc demo``, ``devalloc view``.
+"""The command line: ``devalloc info``, ``devalloc demo``, ``devalloc view``, ``devalloc replay``.
 
 Anything that imports Triton is imported inside the commands, after `choose_device`: Triton reads
 TRITON_INTERPRET when it is imported.
@@ -166,6 +166,53 @@ def view(snapshots: tuple[Path, ...], output: Path) -> None:
         output, [load_snapshot(path) for path in snapshots], [p.name for p in snapshots]
     )
     click.echo(f"map: {output}")
+
+
+@main.command()
+@click.argument("trace_file", type=INPUT_FILE, metavar="TRACE")
+@click.option("--policy", "policies", multiple=True, help="Only this one; may be repeated.")
+@click.option("--capacity", type=SizeType(), help="Size of the simulated device, such as 80GiB.")
+@click.option(
+    "--device",
+    type=click.IntRange(min=0),
+    help="Which device of a snapshot. Default: the one with the most events.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=OUTPUT_FILE,
+    default=Path("devalloc-replay.png"),
+    show_default=True,
+    help="Picture of what is reserved, and how fragmented, over time.",
+)
+@clean_errors
+def replay(
+    trace_file: Path,
+    policies: tuple[str, ...],
+    capacity: int | None,
+    device: int | None,
+    output: Path,
+) -> None:
+    """Replay recorded allocations through every policy, on the CPU, without memory.
+
+    TRACE is a pickle of torch.cuda.memory._snapshot(), a CSV log with RMM's columns, or a compact
+    trace; gzip'ed or not. Pickles of anything but plain data are refused.
+    """
+    require_folder(output)
+
+    from devalloc.replay.files import load_trace
+    from devalloc.replay.policies import chosen_policies, replay_policies
+    from devalloc.replay.report import describe_trace, replay_table, save_plot
+
+    chosen = chosen_policies(policies)
+    trace = load_trace(trace_file, device)
+    console = Console()
+    for line in describe_trace(trace):
+        console.print(line, highlight=False, markup=False)
+    replays = replay_policies(trace, chosen, capacity)
+    console.print(replay_table(replays))
+    save_plot(output, replays, trace_file.name)
+    console.print(f"plot: {output}", highlight=False, markup=False)
 
 
 def require_folder(output: Path) -> None:

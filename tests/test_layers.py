@@ -31,9 +31,9 @@ HOST_LAYERS = [
     {"errors", "_locate_kernels"},
     {"sizes", "kernels"},
     {"sources", "heap_state"},
-    {"heap"},
+    {"cache", "heap"},
     {"__init__"},
-    {"report"},
+    {"replay", "report"},
     {"demo"},
     {"cli"},
 ]

@@ -1,10 +1,22 @@
 """Where raw memory comes from.
 
-A source hands out segments and takes them back; it knows nothing of heaps or blocks.
+A source hands out segments and takes them back; it knows nothing of heaps or blocks. What can be
+wrapped around any of them is in `devalloc.sources.adaptors`.
 """
 
-from devalloc.sources.base import Segment, Source
+from devalloc.sources.base import Capabilities, Segment, Source
 from devalloc.sources.cuda import CudaSource
-from devalloc.sources.host import HostSource
+from devalloc.sources.host import HostSource, PinnedSource
+from devalloc.sources.simulated import SimulatedSource
+from devalloc.sources.stream_ordered import AsyncSource
 
-__all__ = ["CudaSource", "HostSource", "Segment", "Source"]
+__all__ = [
+    "AsyncSource",
+    "Capabilities",
+    "CudaSource",
+    "HostSource",
+    "PinnedSource",
+    "Segment",
+    "SimulatedSource",
+    "Source",
+]

@@ -1,30 +1,148 @@
-"""The source protocol, and segments: memory that returns to its source by itself."""
+"""The source protocol, and segments: memory that returns to its source by itself.
+
+Every source and every adaptor may be called from several threads at once. A free may run inside a
+garbage collection, and so in the middle of any other call, of the same thread too: locks are
+reentrant, and what is done under one is a single assignment, or may be seen half done.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
+
+from devalloc.errors import InvalidArgument, InvalidFree
+from devalloc.sizes import format_size
 
 if TYPE_CHECKING:
     import torch
 
 
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """What the memory of a source can do.
+
+    Attributes
+    ----------
+    mappable : bool
+        Addresses can be reserved first, and memory mapped there later and taken away again.
+    pausable : bool
+        Memory can be given back while its address is kept.
+    peer_accessible : bool
+        Other CUDA devices can reach it once peer access is switched on.
+    host_accessible : bool
+        The CPU can read and write it.
+    stream_ordered : bool
+        With a stream, `Source.allocate` and `Source.free` are steps of that stream and wait for
+        nothing. Otherwise the stream changes nothing about the address.
+    """
+
+    mappable: bool = False
+    pausable: bool = False
+    peer_accessible: bool = False
+    host_accessible: bool = False
+    stream_ordered: bool = False
+
+
 class Source(Protocol):
     """Raw memory of one device.
 
-    ``allocate`` raises OutOfMemory when there is none, and nothing is lost then. Addresses are
-    multiples of ``granularity``. ``free`` may wait for the device; it must get back exactly what
-    ``allocate`` gave.
+    Attributes
+    ----------
+    device : torch.device
+        Where tensors over the memory live.
+    granularity : int
+        Bytes; every address is a multiple of it.
+    capabilities : Capabilities
+
+    Notes
+    -----
+    A stream is a handle (``torch.cuda.Stream.cuda_stream``). Without one, memory can be used on
+    any stream at once, and `free` waits until no work of the device can use it any more.
     """
 
-    device: torch.device
-    granularity: int
+    @property
+    def device(self) -> torch.device: ...
 
-    def allocate(self, nbytes: int) -> int: ...
+    @property
+    def granularity(self) -> int: ...
 
-    def free(self, address: int, nbytes: int) -> None: ...
+    @property
+    def capabilities(self) -> Capabilities: ...
 
-    def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor: ...
+    def allocate(self, nbytes: int, stream: int | None = None) -> int:
+        """The address of ``nbytes`` bytes.
+
+        Raises
+        ------
+        OutOfMemory
+            If there are none; nothing has changed then.
+        InvalidArgument
+            If ``nbytes`` is under 1.
+        """
+        ...
+
+    def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        """Give back exactly what `allocate` gave.
+
+        Raises
+        ------
+        InvalidFree
+            If ``address`` is not out with ``nbytes`` bytes; nothing has changed then.
+        """
+        ...
+
+    def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor over a part of ``segment``, which the tensor keeps alive."""
+        ...
+
+
+class Ledger:
+    """What a source has given out, so that a wrong free is refused and not passed on."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._sizes: dict[int, int] = {}
+        self._lock = threading.RLock()
+
+    def check(self, nbytes: int) -> None:
+        """Refuse requests that no source can serve."""
+        if nbytes < 1:
+            raise InvalidArgument(
+                f"{self._name}: a request of {nbytes} B; ask for at least one byte"
+            )
+
+    def enter(self, address: int, nbytes: int) -> None:
+        self._sizes[address] = nbytes
+
+    @contextmanager
+    def leaving(self, address: int, nbytes: int) -> Iterator[None]:
+        """Strike an entry before the memory goes back, for after that its address may come again.
+
+        Enters it again if giving it back fails.
+        """
+        with self._lock:
+            known = self._sizes.get(address)
+            if known == nbytes:
+                del self._sizes[address]
+        if known is None:
+            raise InvalidFree(
+                f"{self._name}: free of {address:#x} ({format_size(nbytes)}), which is not out; "
+                "it was freed before or is not from this source"
+            )
+        if known != nbytes:
+            raise InvalidFree(
+                f"{self._name}: free of {address:#x} with {nbytes} B, but {known} B were "
+                "allocated there; free exactly what allocate gave"
+            )
+        try:
+            yield
+        except BaseException:
+            self._sizes[address] = nbytes
+            raise
 
 
 class Segment:

@@ -1,4 +1,4 @@
-"""Host memory, for Triton's interpreter and for machines without a GPU."""
+"""Host memory: plain, for Triton's interpreter and machines without a GPU, and pinned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from devalloc.errors import OutOfMemory
 from devalloc.sizes import format_size
-from devalloc.sources.base import Segment
+from devalloc.sources import cudart
+from devalloc.sources.base import Capabilities, Ledger, Segment
 
 
 class HostSource:
@@ -18,12 +19,18 @@ class HostSource:
 
     device = torch.device("cpu")
     granularity = mmap.PAGESIZE
+    capabilities = Capabilities(host_accessible=True)
 
     def __init__(self) -> None:
+        self._out = Ledger("host memory")
         self._maps: dict[int, mmap.mmap] = {}
 
-    def allocate(self, nbytes: int) -> int:
+    def __repr__(self) -> str:
+        return "HostSource()"
+
+    def allocate(self, nbytes: int, stream: int | None = None) -> int:
         """Map ``nbytes`` bytes; raises OutOfMemory."""
+        self._out.check(nbytes)
         try:
             memory = mmap.mmap(-1, nbytes)
         except (OSError, OverflowError) as error:
@@ -34,15 +41,75 @@ class HostSource:
         address = ctypes.addressof(anchor)
         del anchor
         self._maps[address] = memory
+        self._out.enter(address, nbytes)
         return address
 
-    def free(self, address: int, nbytes: int) -> None:
-        """Unmap what :meth:`allocate` mapped."""
-        self._maps.pop(address).close()
+    def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        """Unmap what :meth:`allocate` mapped. No device can use it, so there is no waiting."""
+        with self._out.leaving(address, nbytes):
+            self._maps.pop(address).close()
 
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        buffer: Any = (ctypes.c_ubyte * nbytes).from_address(segment.address + offset)
-        buffer.segment = segment  # the tensor keeps the buffer, the buffer the segment
-        return torch.frombuffer(buffer, dtype=torch.uint8)
+        return _host_view(segment, offset, nbytes)
+
+
+class PinnedSource:
+    """Page-locked host memory by cudaHostAlloc: the CPU's, and every CUDA device can copy it
+    asynchronously or use it in place.
+
+    Neither allocate nor free may be called while a stream is captured.
+
+    Parameters
+    ----------
+    user : torch.device
+        The CUDA device, with an index, whose work uses the memory: what `free` waits for.
+    """
+
+    device = torch.device("cpu")
+    granularity = 256
+    capabilities = Capabilities(host_accessible=True, peer_accessible=True)
+
+    def __init__(self, user: torch.device) -> None:
+        self.user = user
+        self._out = Ledger("pinned memory")
+
+    def __repr__(self) -> str:
+        return f"PinnedSource({self.user})"
+
+    def allocate(self, nbytes: int, stream: int | None = None) -> int:
+        """cudaHostAlloc ``nbytes`` bytes; raises OutOfMemory."""
+        self._out.check(nbytes)
+        with cudart.current(self.user) as runtime:
+            flags = runtime.cudaHostAllocPortable | runtime.cudaHostAllocMapped
+            status, address = runtime.cudaHostAlloc(nbytes, flags)
+        if cudart.is_out_of_memory(status):
+            raise OutOfMemory(
+                f"cudaHostAlloc of {format_size(nbytes)} failed: the system cannot lock so much "
+                "memory; ask for less"
+            )
+        cudart.check(status, f"cudaHostAlloc of {format_size(nbytes)}")
+        self._out.enter(int(address), nbytes)
+        return int(address)
+
+    def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        """cudaFreeHost, after waiting for ``stream`` or for the device."""
+        with self._out.leaving(address, nbytes), cudart.current(self.user) as runtime:
+            # CUDA does not promise that cudaFreeHost waits for copies under way.
+            if stream is None:
+                (status,) = runtime.cudaDeviceSynchronize()
+            else:
+                (status,) = runtime.cudaStreamSynchronize(stream)
+            cudart.check_freed(status, f"waiting for the users of {format_size(nbytes)}")
+            (status,) = runtime.cudaFreeHost(address)
+            cudart.check_freed(status, f"cudaFreeHost of {format_size(nbytes)}")
+
+    def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
+        return _host_view(segment, offset, nbytes)
+
+
+def _host_view(segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    buffer: Any = (ctypes.c_ubyte * nbytes).from_address(segment.address + offset)
+    buffer.segment = segment  # the tensor keeps the buffer, the buffer the segment
+    return torch.frombuffer(buffer, dtype=torch.uint8)

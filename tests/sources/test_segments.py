@@ -1,4 +1,4 @@
-"""Sources and segments: one suite for every source, and nothing lost when one fails."""
+"""Segments and heaps over sources: nothing is lost when one fails, everything comes back."""
 
 from __future__ import annotations
 
@@ -12,49 +12,8 @@ from devalloc import DevallocError, Heap, OutOfMemory
 from devalloc.sizes import PAGE_BYTES
 from devalloc.sources import CudaSource, HostSource, Segment, Source
 from tests.conftest import ON_GPU
+from tests.sources.doubles import CountingSource, CrookedSource
 from tests.support import DEVICE
-
-
-class CountingSource:
-    """Passes on to another source and remembers what is out; `fail_at` makes one call fail."""
-
-    def __init__(self, inner: Source, fail_at: int | None = None) -> None:
-        self.inner = inner
-        self.device = inner.device
-        self.granularity = inner.granularity
-        self.live: dict[int, int] = {}
-        self.allocations = 0
-        self.fail_at = fail_at
-
-    def allocate(self, nbytes: int) -> int:
-        self.allocations += 1
-        if self.allocations == self.fail_at:
-            raise OutOfMemory("injected")
-        address = self.inner.allocate(nbytes)
-        assert address not in self.live
-        self.live[address] = nbytes
-        return address
-
-    def free(self, address: int, nbytes: int) -> None:
-        assert self.live.pop(address) == nbytes, "free gets what allocate gave"
-        self.inner.free(address, nbytes)
-
-    def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
-        return self.inner.view(segment, offset, nbytes)
-
-
-class CrookedSource(CountingSource):
-    """Addresses that are multiples of 64 and of nothing larger."""
-
-    def __init__(self, inner: Source) -> None:
-        super().__init__(inner)
-        self.granularity = 64
-
-    def allocate(self, nbytes: int) -> int:
-        return super().allocate(nbytes + 64) + 64
-
-    def free(self, address: int, nbytes: int) -> None:
-        super().free(address - 64, nbytes + 64)
 
 
 def make_source() -> Source:

@@ -1,0 +1,78 @@
+"""Paddle's AutoGrowth allocator as a policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+from devalloc.cache.blocks import Block
+from devalloc.cache.policy import Policy, require_count, require_fraction, round_up
+from devalloc.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from devalloc.cache.store import Request, Store
+
+
+@dataclasses.dataclass
+class AutoGrowthPolicy(Policy):
+    """Paddle's rules: best fit in one pool, any remainder is split off, the caller gets the tail.
+
+    Parameters
+    ----------
+    alignment : int
+        Bytes to whose multiples sizes are rounded; a multiple of 256.
+    chunk_size : int
+        Least bytes of a segment, rounded up to the alignment; 0: exactly what is asked for.
+    free_idle_chunks : str
+        When idle segments go back to the source: ``"on_failure"`` (and ask again, once),
+        ``"on_miss"`` (before every request to the source, which is then not repeated), or
+        ``"at_once"`` (with the free that made them idle; and on failure).
+    retry_wait_s : float
+        Seconds that a failing request waits for a free by another thread. Paddle waits 10.
+    """
+
+    name: ClassVar[str] = "auto_growth"
+    takes_tail: ClassVar[bool] = True
+
+    alignment: int = 256
+    chunk_size: int = 0
+    free_idle_chunks: str = "on_failure"
+    retry_wait_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_count("alignment", self.alignment, 256)
+        require_count("chunk_size", self.chunk_size, 0)
+        require_fraction("retry_wait_s", self.retry_wait_s, 3600.0)
+        if self.alignment % 256:
+            raise InvalidArgument(f"alignment must be a multiple of 256, not {self.alignment}")
+        if self.free_idle_chunks not in ("on_failure", "on_miss", "at_once"):
+            raise InvalidArgument(
+                "free_idle_chunks is 'on_failure', 'on_miss' or 'at_once', not "
+                f"{self.free_idle_chunks!r}"
+            )
+
+    @property
+    def careful(self) -> bool:
+        return self.free_idle_chunks == "at_once"
+
+    def round(self, nbytes: int) -> int:
+        return max(self.alignment, round_up(nbytes, self.alignment))
+
+    def splits(self, index: int, whole: int, size: int) -> bool:
+        return True
+
+    def miss(self, store: Store, request: Request) -> Block | None:
+        on_miss = self.free_idle_chunks == "on_miss"
+        if on_miss:
+            store.release_cached()
+        nbytes = max(request.size, round_up(self.chunk_size, self.alignment))
+        block = store.grow(request, nbytes)
+        if block is None and not on_miss and store.may_release():
+            store.release_cached()
+            store.counts["num_alloc_retries"] += 1
+            block = store.grow(request, nbytes)
+        return block
+
+    def freed(self, store: Store, block: Block) -> None:
+        if block.segment.idle and store.may_release():
+            store.release_cached()

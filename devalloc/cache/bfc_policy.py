@@ -1,0 +1,201 @@
+"""The best-fit-with-coalescing allocator of TensorFlow and XLA as a policy.
+
+Its 21 bins, each ordered by (size, address) and searched from the request's bin upwards, choose the
+same chunk as one list ordered by (size, address); so the engine's free list serves, and the bins
+appear in the report only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+from devalloc.cache.blocks import Block, FreeList
+from devalloc.cache.policy import MIB, Policy, require_count, require_fraction, round_up
+from devalloc.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from devalloc.cache.store import Request, Store
+
+MIN_CHUNK = 256
+BINS = 21
+_DEFAULT_PADDING = 128 * MIB
+_BACK_OFF = 0.9
+
+
+def bin_of(nbytes: int) -> int:
+    """The bin of a chunk: b holds [256 * 2**b, 256 * 2**(b + 1)), the last all from 256 MiB on."""
+    return min(BINS - 1, max(nbytes // MIN_CHUNK, 1).bit_length() - 1)
+
+
+@dataclasses.dataclass
+class BfcPolicy(Policy):
+    """TensorFlow's rules.
+
+    Parameters
+    ----------
+    growth : bool
+        Begin with ``first_region`` and double; otherwise the first region is the whole limit.
+    first_region : int
+        Bytes.
+    fragmentation_fraction : float
+        A chunk is split if the rest is at least this fraction of the limit; 0 means 128 MiB. (A
+        chunk of at least twice the request is always split.)
+    garbage_collection : bool
+        Give idle regions back and extend again before failing.
+    retry_wait_s : float
+        Seconds that a failing request waits for a free by another thread. TensorFlow waits 10.
+    timestamps : bool
+        Freed chunks carry the time of their free (`Cache.clock` counts frees). Other streams may
+        use one only when the safe frontier, `Cache.set_safe_frontier`, has passed it, and until
+        then it is not merged with its neighbours.
+    """
+
+    name: ClassVar[str] = "bfc"
+
+    growth: bool = True
+    first_region: int = 2 * MIB
+    fragmentation_fraction: float = 0.0
+    garbage_collection: bool = True
+    retry_wait_s: float = 0.0
+    timestamps: bool = False
+    _region: int = dataclasses.field(default=0, init=False, repr=False)
+    _clock: int = dataclasses.field(default=0, init=False, repr=False)
+    _frontier: int = dataclasses.field(default=0, init=False, repr=False)
+    _padding: int = dataclasses.field(default=_DEFAULT_PADDING, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        require_count("first_region", self.first_region, 1)
+        require_fraction("fragmentation_fraction", self.fragmentation_fraction, 1.0)
+        require_fraction("retry_wait_s", self.retry_wait_s, 3600.0)
+
+    @property
+    def careful(self) -> bool:
+        return self.timestamps
+
+    def attach(self, store: Store) -> None:
+        if store.limit is None and (not self.growth or self.fragmentation_fraction):
+            raise InvalidArgument(
+                "growth=False and fragmentation_fraction refer to the limit, and there is none; "
+                "give the arena a limit"
+            )
+        first = self.first_region if self.growth else store.limit
+        assert first is not None
+        if self.fragmentation_fraction and store.limit is not None:
+            self._padding = int(self.fragmentation_fraction * store.limit)
+        # At least one chunk: doubling from less would never reach a request.
+        self._region = max(first // MIN_CHUNK * MIN_CHUNK, MIN_CHUNK)
+        self._clock = self._frontier = 0
+
+    def round(self, nbytes: int) -> int:
+        return max(MIN_CHUNK, round_up(nbytes, MIN_CHUNK))
+
+    def splits(self, index: int, whole: int, size: int) -> bool:
+        return whole >= 2 * size or whole - size >= self._padding
+
+    # Searching ------------------------------------------------------------------------------------
+
+    def find(self, store: Store, home: FreeList, request: Request) -> int | None:
+        if not self.timestamps:
+            found = home.find(request.size)
+            return None if found is None else found[1]
+        if store.stamps:
+            self._merge_stamped(store, 0)
+        return self._find_stamped(store, home, request)
+
+    def _find_stamped(self, store: Store, home: FreeList, request: Request) -> int | None:
+        for _, address in home.from_size(request.size):
+            stamp = store.stamps.get(address, 0)
+            if request.freed_before is None or stamp <= request.freed_before:
+                return address
+        best: tuple[int, int] | None = None
+        safe = max(self._frontier - 1, request.freed_before or 0)
+        for other in home.pool.lists.values():
+            for found in other.from_size(request.size) if other is not home else ():
+                if store.stamps.get(found[1], 0) <= safe:
+                    best = min(best or found, found)
+                    break
+        return None if best is None else best[1]
+
+    # Growing --------------------------------------------------------------------------------------
+
+    def miss(self, store: Store, request: Request) -> Block | None:
+        block = self._extend(store, request)
+        ordered = request.freed_before is None
+        if block is None and ordered and store.stamps and self._merge_stamped(store, request.size):
+            found = self._find_stamped(store, request.home, request)
+            block = None if found is None else store.carve(store.blocks[found], request)
+        if block is None and self.garbage_collection and self._release_idle(store, request):
+            store.counts["num_alloc_retries"] += 1
+            block = self._extend(store, request)
+        return block
+
+    def _extend(self, store: Store, request: Request) -> Block | None:
+        """A new region: the current size, doubled until the request fits; on failure nine tenths,
+        down to the request."""
+        room = store.room()
+        available = None if room is None else room // MIN_CHUNK * MIN_CHUNK
+        if available is not None and request.size > available:
+            return None
+        region = self._region
+        while region < request.size:
+            region *= 2
+        nbytes = region if available is None else min(region, available)
+        block = store.grow(request, nbytes)
+        while block is None:
+            # At least one chunk less: rounding up would bring small sizes back for ever.
+            nbytes = min(self.round(int(nbytes * _BACK_OFF)), nbytes - MIN_CHUNK)
+            if nbytes < request.size:
+                break
+            block = store.grow(request, nbytes)
+        if block is None:
+            return None
+        self._region = region if region > self._region else 2 * region
+        return block
+
+    def _release_idle(self, store: Store, request: Request) -> bool:
+        """Give all idle regions back, if that can help."""
+        if not store.may_release():
+            return False
+        store.wait_for_events()
+        idle = store.idle_segments(store.default, 1)
+        room = store.room()
+        free = sum(segment.size for segment in idle)
+        if not free or (room is not None and request.size > room + free):
+            return False
+        return store.release_cached() > 0
+
+    # Time stamps ----------------------------------------------------------------------------------
+
+    @property
+    def clock(self) -> int:
+        """The time of the last free."""
+        return self._clock
+
+    def set_safe_frontier(self, time: int) -> None:
+        """All work queued before the free at ``time - 1``, and it, are done."""
+        self._frontier = max(self._frontier, time)
+
+    def stamp(self, store: Store, block: Block) -> None:
+        """Called before a freed block is entered."""
+        self._clock += 1
+        store.stamps[block.address] = self._clock
+
+    def _merge_stamped(self, store: Store, wanted: int) -> bool:
+        """Merge stamped chunks that the frontier has passed; with ``wanted`` bytes also younger
+        ones, until one chunk is that large. Whether one is."""
+        candidates = []
+        for address, stamp in list(store.stamps.items()):
+            if stamp < self._frontier:
+                del store.stamps[address]
+            elif not wanted:
+                continue
+            candidates.append(address)
+        satisfied = False
+        for address in candidates:
+            block = store.blocks.get(address)
+            if block is None or (satisfied and address in store.stamps):
+                continue
+            merged = store.settle(block, ignore_stamps=wanted > 0 and not satisfied)
+            satisfied = satisfied or 0 < wanted <= merged.size
+        return satisfied

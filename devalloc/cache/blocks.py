@@ -1,0 +1,164 @@
+"""Blocks, the segments they tile, and the ordered lists of free ones.
+
+Concurrency: everything here belongs to one engine and is touched under its lock only.
+
+A free list is ordered by (size, address): a sorted list of the sizes that occur, and for each size
+the sorted addresses. There are few distinct sizes in practice, so both are short, and inserting in
+a list of plain ints is a `memmove`: three to five times faster than a balanced container up to
+some thousand sizes. A size whose last block was taken stays (a cached allocation and its free then
+only pop and append); sizes that are no longer used are swept when a search meets many of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+FREE = 0
+LIVE = 1
+PENDING = 2
+"""States of a block: free; handed out; freed by its owner, but still used on some stream."""
+
+_MAX_IDLE_SIZES = 8
+
+
+class Segment:
+    """One piece of memory from the source: ``size`` bytes at ``address``, asked on ``stream``."""
+
+    __slots__ = ("address", "first", "frames", "pool", "size", "stream")
+
+    def __init__(self, address: int, size: int, stream: int, pool: Pool) -> None:
+        self.address = address
+        self.size = size
+        self.stream = stream
+        self.pool = pool
+        self.first: Block
+        self.frames: list[dict[str, object]] | None = None
+
+    def blocks(self) -> Iterator[Block]:
+        """All blocks, by address."""
+        block: Block | None = self.first
+        while block is not None:
+            yield block
+            block = block.next
+
+    @property
+    def idle(self) -> bool:
+        """Whether the whole segment is one free block."""
+        return self.first.state == FREE and self.first.next is None
+
+
+class Block:
+    """A piece of a segment.
+
+    ``home`` is the free list it returns to, and so says its pool and the stream that owns it.
+    ``requested`` is what the caller asked for, while the block is live.
+    """
+
+    __slots__ = ("address", "home", "next", "prev", "requested", "segment", "size", "state")
+
+    def __init__(
+        self,
+        address: int,
+        size: int,
+        requested: int,
+        state: int,
+        home: FreeList,
+        segment: Segment,
+        prev: Block | None,
+        next: Block | None,
+    ) -> None:
+        self.address = address
+        self.size = size
+        self.requested = requested
+        self.state = state
+        self.home = home
+        self.segment = segment
+        self.prev = prev
+        self.next = next
+
+
+class FreeList:
+    """Addresses of the free blocks of one pool that one stream owns, by (size, address)."""
+
+    __slots__ = ("by_size", "pool", "sizes", "stream")
+
+    def __init__(self, pool: Pool, stream: int) -> None:
+        self.pool = pool
+        self.stream = stream
+        self.sizes: list[int] = []
+        self.by_size: dict[int, list[int]] = {}
+
+    def add(self, size: int, address: int) -> None:
+        addresses = self.by_size.get(size)
+        if addresses is None:
+            self.by_size[size] = [address]
+            insort(self.sizes, size)
+        elif addresses:
+            insort(addresses, address)
+        else:
+            addresses.append(address)
+
+    def remove(self, size: int, address: int) -> None:
+        addresses = self.by_size[size]
+        if len(addresses) == 1:
+            addresses.clear()
+        else:
+            del addresses[bisect_left(addresses, address)]
+
+    def find(self, size: int) -> tuple[int, int] | None:
+        """(size, address) of the smallest free block of at least ``size`` bytes, lowest first."""
+        sizes = self.sizes
+        by_size = self.by_size
+        at = start = bisect_left(sizes, size)
+        while at < len(sizes):
+            addresses = by_size[sizes[at]]
+            if addresses:
+                found = sizes[at], addresses[0]
+                if at - start > _MAX_IDLE_SIZES:
+                    self.sweep()
+                return found
+            at += 1
+        if at - start > _MAX_IDLE_SIZES:
+            self.sweep()
+        return None
+
+    def sweep(self) -> None:
+        """Forget the sizes of which no block is free."""
+        self.by_size = {size: found for size, found in self.by_size.items() if found}
+        self.sizes = sorted(self.by_size)
+
+    def from_size(self, size: int) -> Iterator[tuple[int, int]]:
+        """(size, address) of the blocks of at least ``size`` bytes, ascending."""
+        for at in range(bisect_left(self.sizes, size), len(self.sizes)):
+            for address in self.by_size[self.sizes[at]]:
+                yield self.sizes[at], address
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return self.from_size(0)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.by_size.values()))
+
+
+class Pool:
+    """The free lists of one kind of block (small or large), one for each stream that owns some.
+
+    ``owner`` is the identifier that snapshots show: (0, 0), or that of a private pool. ``lookups``
+    counts searches; the age of a free block is measured in them.
+    """
+
+    __slots__ = ("index", "lists", "lookups", "owner", "segments")
+
+    def __init__(self, index: int, owner: tuple[int, int]) -> None:
+        self.index = index
+        self.owner = owner
+        self.lists: dict[int, FreeList] = {}
+        self.lookups = 0
+        self.segments = 0
+
+    def list_of(self, stream: int) -> FreeList:
+        found = self.lists.get(stream)
+        if found is None:
+            found = self.lists[stream] = FreeList(self, stream)
+        return found

@@ -1,0 +1,111 @@
+"""The cache in words: why an allocation failed, and the report with bins and occupancy."""
+
+from __future__ import annotations
+
+from devalloc.cache.bfc_policy import BINS, MIN_CHUNK, bin_of
+from devalloc.cache.blocks import FREE, LIVE, PENDING
+from devalloc.cache.store import Request
+from devalloc.cache.streamed_store import StreamedStore
+from devalloc.sizes import format_size
+
+_PICTURE = 100
+_MARKS = {FREE: "_", LIVE: "x", PENDING: "p"}
+
+
+def _sums(store: StreamedStore) -> dict[int, int]:
+    sums = {FREE: 0, LIVE: 0, PENDING: 0}
+    for block in store.blocks.values():
+        sums[block.state] += block.size
+    return sums
+
+
+def fragmentation(free: int, largest: int) -> float:
+    """(free - largest free) / free: 0 if all that is free is one block."""
+    return (free - largest) / free if free else 0.0
+
+
+def failure(store: StreamedStore, request: Request) -> str:
+    """What failed, where the memory is, how fragmented it is, and what to do."""
+    sums = _sums(store)
+    free = list(store.free_blocks())
+    pool = request.home.pool
+    suited = [block.size for block in free if block.home is request.home]
+    largest = max(suited, default=0)
+    elsewhere = sum(at.size for at in free if at.home is not request.home and at.home.pool is pool)
+    private = sum(at.size for at in store.segments.values() if at.pool.owner != (0, 0))
+    cached = sums[FREE]
+    limit = "no limit" if store.limit is None else f"a limit of {format_size(store.limit)}"
+    parts = [
+        f"alloc of {format_size(request.nbytes)} on stream {request.stream} failed: "
+        f"{format_size(store.reserved)} are reserved in {len(store.segments)} segments "
+        f"({limit}), {format_size(sums[LIVE])} of them allocated, {format_size(cached)} free, "
+        f"{format_size(sums[PENDING])} freed but in use by other streams; the largest free block "
+        f"that this request may take is {format_size(largest)}, fragmentation "
+        f"{100 * fragmentation(cached, max((at.size for at in free), default=0)):.0f} %"
+    ]
+    if elsewhere:
+        parts.append(f"{format_size(elsewhere)} are free for other streams only")
+    if private:
+        parts.append(f"{format_size(private)} belong to private pools")
+    if store.failure is not None:
+        parts.append(f"the source said: {store.failure}")
+    return "; ".join(parts) + ". " + _remedy(store, request, sums, elsewhere)
+
+
+def _remedy(store: StreamedStore, request: Request, sums: dict[int, int], elsewhere: int) -> str:
+    steps = []
+    if store.captures:
+        steps.append("allocate before the capture, for nothing can be released during it")
+    if store.limit is not None and request.size > store.limit:
+        return "The request is larger than the limit: raise it"
+    if sums[FREE] >= request.size:
+        steps.append("free neighbouring blocks, or keep sizes apart by policy or arena")
+    if elsewhere >= request.size:
+        steps.append("set share_streams=True, or free on the stream that allocates")
+    if store.limit is not None:
+        steps.append(f"raise the limit of {format_size(store.limit)}")
+    steps.append("free something")
+    text = ", or ".join(steps)
+    return text[0].upper() + text[1:]
+
+
+def report(store: StreamedStore) -> str:
+    """Bins with their chunks, totals, and one character for each hundredth of the memory."""
+    count, used, free = [0] * BINS, [0] * BINS, [0] * BINS
+    largest = 0
+    for block in store.blocks.values():
+        at = bin_of(block.size)
+        count[at] += 1
+        if block.state == FREE:
+            free[at] += block.size
+            largest = max(largest, block.size)
+        else:
+            used[at] += block.size
+    lines = [
+        f"policy {store.policy.name}: {format_size(store.reserved)} in {len(store.segments)} "
+        f"segments, {format_size(sum(used))} in use, {format_size(sum(free))} free, largest free "
+        f"{format_size(largest)}, fragmentation {100 * fragmentation(sum(free), largest):.1f} %"
+    ]
+    for at in range(BINS):
+        if count[at]:
+            lines.append(
+                f"bin {at:2} from {format_size(MIN_CHUNK << at)}: {count[at]} blocks, "
+                f"{format_size(used[at])} in use, {format_size(free[at])} free"
+            )
+    lines.append("[" + _occupancy(store) + "]  x in use, p pending, _ free, . some of each")
+    return "\n".join(lines)
+
+
+def _occupancy(store: StreamedStore) -> str:
+    cells: list[set[int]] = [set() for _ in range(_PICTURE)]
+    offset = 0
+    for address in sorted(store.segments):
+        for block in store.segments[address].blocks():
+            first = offset * _PICTURE // store.reserved
+            offset += block.size
+            last = (offset * _PICTURE - 1) // store.reserved
+            for cell in cells[first : last + 1]:
+                cell.add(block.state)
+    return "".join(
+        " " if not cell else _MARKS[next(iter(cell))] if len(cell) == 1 else "." for cell in cells
+    )

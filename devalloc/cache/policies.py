@@ -1,0 +1,31 @@
+"""The policies by name."""
+
+from __future__ import annotations
+
+from devalloc.cache.auto_growth_policy import AutoGrowthPolicy
+from devalloc.cache.bfc_policy import BfcPolicy
+from devalloc.cache.policy import Policy, TinyPolicy
+from devalloc.cache.torch_policy import TorchPolicy
+from devalloc.errors import InvalidArgument
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (TinyPolicy, TorchPolicy, BfcPolicy, AutoGrowthPolicy)
+}
+
+
+def make_policy(policy: str | Policy, **options: object) -> Policy:
+    """A policy by name with options; an object is returned as it is.
+
+    Raises
+    ------
+    InvalidArgument
+        For an unknown name or option, or a value that makes no sense.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if policy not in POLICIES:
+        raise InvalidArgument(f"unknown policy {policy!r}; there are {', '.join(POLICIES)}")
+    try:
+        return POLICIES[policy](**options)
+    except TypeError as error:
+        raise InvalidArgument(f"policy {policy!r}: {error}") from error

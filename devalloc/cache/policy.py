@@ -1,0 +1,148 @@
+"""What a policy decides, and the simplest one.
+
+A policy is a small object: how sizes are rounded, which pool they go to, which free block serves,
+whether it is split, and which steps are tried in which order when none serves. The engine does
+everything else. An engine works with a copy of its own, so a policy may keep state.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+from devalloc.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from devalloc.cache.blocks import Block, FreeList
+    from devalloc.cache.store import Request, Store
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+SMALL_MAX = 1 * MIB
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
+MIN_LARGE = 10 * MIB
+ROUND_LARGE = 2 * MIB
+MIN_BLOCK = 512
+
+
+def round_up(nbytes: int, unit: int) -> int:
+    """``nbytes`` up to a multiple of ``unit``."""
+    return (nbytes + unit - 1) // unit * unit
+
+
+@dataclasses.dataclass
+class Policy:
+    """Base of all policies.
+
+    Attributes
+    ----------
+    name : str
+    takes_tail : bool
+        The caller gets the end of a block that is split, not its front.
+    zero_is_null : bool
+        A request of 0 bytes gives address 0 and no block.
+    """
+
+    name: ClassVar[str]
+    takes_tail: ClassVar[bool] = False
+    zero_is_null: ClassVar[bool] = True
+
+    def attach(self, store: Store) -> None:
+        """Begin to serve one engine: check options against its limit, forget earlier state."""
+
+    def bind(self) -> Policy:
+        """A copy for one engine."""
+        return copy.copy(self)
+
+    @property
+    def careful(self) -> bool:
+        """Whether every call must come by `find` and `freed`: the engine has a shorter way for
+        exact fits otherwise."""
+        return False
+
+    @property
+    def retry_wait_s(self) -> float:
+        """How long a failing request waits for a free by another thread."""
+        return 0.0
+
+    def round(self, nbytes: int) -> int:
+        """Bytes of the block for a request, a multiple of 256."""
+        raise NotImplementedError
+
+    def pool_of(self, size: int) -> int:
+        """0 for the small pool, 1 for the large one."""
+        return 1
+
+    def find(self, store: Store, home: FreeList, request: Request) -> int | None:
+        """The address of the free block to use, or None. The default is best fit."""
+        found = home.find(request.size)
+        return None if found is None else found[1]
+
+    def splits(self, index: int, whole: int, size: int) -> bool:
+        """Whether ``size`` bytes are cut from a block of ``whole`` of pool ``index``."""
+        raise NotImplementedError
+
+    def miss(self, store: Store, request: Request) -> Block | None:
+        """The steps after no free block served, in order; None when all failed."""
+        raise NotImplementedError
+
+    def freed(self, store: Store, block: Block) -> None:
+        """Called for each block that became free, if `careful`."""
+
+    def options(self) -> dict[str, object]:
+        """All options by name, for reports."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if not field.name.startswith("_")
+        }
+
+
+def two_pool_segment(size: int) -> int:
+    """Bytes of the segment for a block, as TinyTorch and PyTorch choose them."""
+    if size <= SMALL_MAX:
+        return SMALL_SEGMENT
+    if size < MIN_LARGE:
+        return LARGE_SEGMENT
+    return round_up(size, ROUND_LARGE)
+
+
+@dataclasses.dataclass
+class TinyPolicy(Policy):
+    """TinyTorch's: two pools, best fit, split by pool, one retry after releasing what is idle."""
+
+    name: ClassVar[str] = "tiny"
+    zero_is_null: ClassVar[bool] = False
+
+    def round(self, nbytes: int) -> int:
+        return max(MIN_BLOCK, round_up(nbytes, MIN_BLOCK))
+
+    def pool_of(self, size: int) -> int:
+        return 0 if size <= SMALL_MAX else 1
+
+    def splits(self, index: int, whole: int, size: int) -> bool:
+        return whole - size >= MIN_BLOCK if index == 0 else whole - size > SMALL_MAX
+
+    def miss(self, store: Store, request: Request) -> Block | None:
+        nbytes = two_pool_segment(request.size)
+        block = store.grow(request, nbytes)
+        if block is None and store.may_release():
+            store.release_cached()
+            store.counts["num_alloc_retries"] += 1
+            block = store.grow(request, nbytes)
+        return block
+
+
+def require_count(name: str, value: object, low: int) -> None:
+    """Refuse what is no int of at least ``low``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise InvalidArgument(f"{name} must be an int of at least {low}, not {value!r}")
+
+
+def require_fraction(name: str, value: object, high: float) -> None:
+    """Refuse what is no number from 0 up to ``high``."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
+        raise InvalidArgument(f"{name} must be a number from 0 to {high}, not {value!r}")

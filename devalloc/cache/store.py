@@ -1,0 +1,398 @@
+"""The state of an engine and the steps a policy is made of. Knows no lock, stream or thread.
+
+Invariants
+----------
+C1  The blocks of a segment tile it; no two free neighbours could be merged (same home, no time
+    stamp); every free block is in exactly one free list, that of its home.
+C3  ``reserved`` is the sum of the segments.
+
+Every step leaves both intact also when it raises: the source is asked first, and what it answers
+is entered afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from devalloc.cache import ledger as rows
+from devalloc.cache.blocks import FREE, LIVE, Block, FreeList, Pool, Segment
+from devalloc.errors import OutOfMemory
+
+if TYPE_CHECKING:
+    from devalloc.cache.policy import Policy
+    from devalloc.sources import Source
+
+
+class PoolSet:
+    """A small and a large pool: the default ones, or the private ones of graphs.
+
+    ``uses`` counts the graphs that may still read and write the memory. At zero the segments are
+    given back as soon as they are idle.
+    """
+
+    __slots__ = ("owner", "pools", "uses")
+
+    def __init__(self, owner: tuple[int, int]) -> None:
+        self.owner = owner
+        self.pools = (Pool(0, owner), Pool(1, owner))
+        self.uses = 1
+
+    @property
+    def segments(self) -> int:
+        return self.pools[0].segments + self.pools[1].segments
+
+
+class Request:
+    """One allocation on its way: asked bytes, rounded bytes, pool, stream.
+
+    ``freed_before``, if not None, is the time up to which frees are known to be done for this
+    caller, who does not work in the order of the owner's stream.
+    """
+
+    __slots__ = ("freed_before", "index", "nbytes", "pools", "size", "stream")
+
+    def __init__(
+        self,
+        nbytes: int,
+        size: int,
+        index: int,
+        stream: int,
+        pools: PoolSet,
+        freed_before: int | None,
+    ) -> None:
+        self.nbytes = nbytes
+        self.size = size
+        self.index = index
+        self.stream = stream
+        self.pools = pools
+        self.freed_before = freed_before
+
+    @property
+    def home(self) -> FreeList:
+        return self.pools.pools[self.index].list_of(self.stream)
+
+
+class Store:
+    """Segments, blocks and free lists, over one source and under one policy."""
+
+    def __init__(self, source: Source, policy: Policy, limit: int | None) -> None:
+        self.source = source
+        self.policy = policy
+        self.limit = limit
+        self.reserved = 0
+        self.blocks: dict[int, Block] = {}
+        self.segments: dict[int, Segment] = {}
+        self.default = PoolSet((0, 0))
+        self.privates: dict[tuple[int, int], PoolSet] = {}
+        self.ledger = rows.Ledger()
+        self.counts: Counter[str] = Counter()
+        self.stamps: dict[int, int] = {}
+        self.failure: OutOfMemory | None = None
+        capabilities = getattr(source, "capabilities", None)
+        self.shared = False
+        self.stream_ordered = bool(getattr(capabilities, "stream_ordered", False))
+
+    # What the engine adds: streams, history -------------------------------------------------------
+
+    def around_source(self) -> AbstractContextManager[None]:
+        """Entered around every call of the source."""
+        return nullcontext()
+
+    def may_release(self) -> bool:
+        """Whether memory may go back to the source now: never during a capture."""
+        return True
+
+    def order(self, stream: int, behind: int) -> None:
+        """Order what is queued on ``stream`` from now on behind all that is on ``behind``."""
+
+    def wait_for_events(self) -> None:
+        """Wait for the streams that keep freed blocks in use, so that these become free."""
+
+    def ask_holders(self) -> bool:
+        """Run the callbacks of those who hold memory they could free; whether there were any."""
+        return False
+
+    def segment_changed(self, segment: Segment, action: str) -> None:
+        """Called after ``segment_alloc`` and ``segment_free``."""
+
+    def before_release(self, segment: Segment) -> None:
+        """Called before a segment goes back: order its stream behind all others that used it."""
+
+    # Finding --------------------------------------------------------------------------------------
+
+    def find(self, request: Request) -> Block | None:
+        """Take a block from the free list of the request's stream, as the policy chooses."""
+        home = request.home
+        home.pool.lookups += 1
+        found = self.policy.find(self, home, request)
+        if found is None:
+            return None
+        return self.carve(self.blocks[found], request)
+
+    def carve(self, block: Block, request: Request) -> Block:
+        """Hand out a free block, or the part of it that the policy cuts off."""
+        size, home, index = request.size, block.home, request.index
+        whole = block.size
+        rest = whole - size
+        home.remove(whole, block.address)
+        divided = block.next is not None or block.prev is not None
+        log = self.ledger.rows
+        if divided:
+            log.extend((whole | rows.SPLIT_OUT | index, 0))
+        if rest and self.policy.splits(index, whole, size):
+            if self.policy.takes_tail:
+                block = self._cut_tail(block, rest)
+            else:
+                self._cut_front(block, size)
+            log.extend((rest | rows.SPLIT_IN | index, 0))
+        if self.stamps:
+            self.stamps.pop(block.address, None)
+        if block.home.stream != request.stream:
+            block.home = request.home
+        block.state = LIVE
+        block.requested = request.nbytes
+        log.extend((block.size | rows.MALLOC | index, request.nbytes))
+        if len(log) > rows.FULL:
+            self.ledger.fold()
+        return block
+
+    def find_elsewhere(self, request: Request) -> Block | None:
+        """Take the best block that another stream owns, or else all that the others own; what is
+        queued on the request's stream from now on is ordered behind theirs. Only if `shared`."""
+        pool = request.home.pool
+        best: tuple[int, int] | None = None
+        owner: FreeList | None = None
+        for other in pool.lists.values():
+            found = other.find(request.size) if other.stream != request.stream else None
+            if found is not None and (best is None or found < best):
+                best, owner = found, other
+        if best is not None and owner is not None:
+            self.order(request.stream, owner.stream)
+            return self.carve(self.blocks[best[1]], request)
+        if self.adopt(pool, request.home):
+            return self.find(request)
+        return None
+
+    def adopt(self, pool: Pool, home: FreeList) -> bool:
+        """Move the free blocks of all other streams to ``home``, whose stream is ordered behind
+        them, and merge them; whether there were any."""
+        moved = False
+        for other in [at for at in pool.lists.values() if at is not home]:
+            addresses = [address for _, address in other]
+            if addresses:
+                self.order(home.stream, other.stream)
+                moved = True
+            for address in addresses:
+                block = self.blocks[address]
+                other.remove(block.size, address)
+                block.home = home
+                home.add(block.size, address)
+            for address in addresses:
+                if address in self.blocks:
+                    # Whoever merges keeps the later stamp.
+                    self.settle(self.blocks[address], ignore_stamps=True)
+        return moved
+
+    def _cut_front(self, block: Block, size: int) -> None:
+        after = block.next
+        address = block.address + size
+        rest = Block(address, block.size - size, 0, FREE, block.home, block.segment, block, after)
+        block.size = size
+        block.next = rest
+        if after is not None:
+            after.prev = rest
+        self.blocks[address] = rest
+        self._inherit_stamp(block.address, address)
+        block.home.add(rest.size, address)
+
+    def _cut_tail(self, block: Block, rest: int) -> Block:
+        after = block.next
+        address = block.address + rest
+        tail = Block(address, block.size - rest, 0, FREE, block.home, block.segment, block, after)
+        block.size = rest
+        block.next = tail
+        if after is not None:
+            after.prev = tail
+        self.blocks[address] = tail
+        block.home.add(rest, block.address)
+        return tail
+
+    def _inherit_stamp(self, old: int, new: int) -> None:
+        if old in self.stamps:
+            self.stamps[new] = self.stamps[old]
+
+    # Freeing --------------------------------------------------------------------------------------
+
+    def put_back(self, block: Block, code: int = rows.FREE) -> Block:
+        """Make a block free and merge it with its free neighbours; return the result.
+
+        ``code`` is what the ledger enters for it.
+        """
+        index = block.home.pool.index
+        log = self.ledger.rows
+        log.extend((block.size | code | index, block.requested))
+        block.state = FREE
+        block = self.merge(block)
+        if block.next is not None or block.prev is not None:
+            log.extend((block.size | rows.SPLIT_IN | index, 0))
+        block.home.add(block.size, block.address)
+        if len(log) > rows.FULL:
+            self.ledger.fold()
+        return block
+
+    def merge(self, block: Block, ignore_stamps: bool = False) -> Block:
+        """Join a free block, which is in no list, with the free neighbours of its home."""
+        home = block.home
+        stamps = self.stamps
+        if stamps and block.address in stamps and not ignore_stamps:
+            return block
+        strict = bool(stamps) and not ignore_stamps
+        before = block.prev
+        if (
+            before is not None
+            and before.state == FREE
+            and before.home is home
+            and not (strict and before.address in stamps)
+        ):
+            block = self._join(before, block, before)
+        after = block.next
+        if (
+            after is not None
+            and after.state == FREE
+            and after.home is home
+            and not (strict and after.address in stamps)
+        ):
+            self._join(block, after, after)
+        return block
+
+    def settle(self, block: Block, ignore_stamps: bool) -> Block:
+        """Take a free block out of its list, merge it, and enter what comes out."""
+        index = block.home.pool.index
+        log = self.ledger.rows
+        if block.next is not None or block.prev is not None:
+            log.extend((block.size | rows.SPLIT_OUT | index, 0))
+        block.home.remove(block.size, block.address)
+        block = self.merge(block, ignore_stamps)
+        if block.next is not None or block.prev is not None:
+            log.extend((block.size | rows.SPLIT_IN | index, 0))
+        block.home.add(block.size, block.address)
+        return block
+
+    def _join(self, first: Block, second: Block, listed: Block) -> Block:
+        """Make one of two neighbours; ``listed`` is the one that was in a free list."""
+        log = self.ledger.rows
+        home = listed.home
+        home.remove(listed.size, listed.address)
+        log.extend((listed.size | rows.SPLIT_OUT | home.pool.index, 0))
+        if self.stamps:
+            stamp = max(self.stamps.pop(at.address, 0) for at in (first, second))
+            if stamp:
+                self.stamps[first.address] = stamp
+        first.size += second.size
+        first.next = second.next
+        if second.next is not None:
+            second.next.prev = first
+        del self.blocks[second.address]
+        return first
+
+    # Segments -------------------------------------------------------------------------------------
+
+    def room(self) -> int | None:
+        """Bytes that the limit still allows to be asked from the source; None without a limit."""
+        return None if self.limit is None else self.limit - self.reserved
+
+    def grow(self, request: Request, nbytes: int) -> Block | None:
+        """Ask the source for a segment and serve the request from it.
+
+        The limit is checked first. None if either says no; `failure` then has the source's error.
+        """
+        self.failure = None
+        if self.limit is not None and self.reserved + nbytes > self.limit:
+            return None
+        try:
+            with self.around_source():
+                address = self._ask_source(nbytes, request.stream)
+        except OutOfMemory as error:
+            self.failure = error
+            return None
+        home = request.home
+        segment = Segment(address, nbytes, request.stream, home.pool)
+        block = Block(address, nbytes, 0, FREE, home, segment, None, None)
+        segment.first = block
+        self.segments[address] = segment
+        self.blocks[address] = block
+        home.add(nbytes, address)
+        home.pool.segments += 1
+        self.reserved += nbytes
+        self.counts["num_device_alloc"] += 1
+        self.ledger.rows.extend((nbytes | rows.SEGMENT_IN | request.index, 0))
+        self.segment_changed(segment, "segment_alloc")
+        return self.carve(block, request)
+
+    def _ask_source(self, nbytes: int, stream: int) -> int:
+        source: Any = self.source
+        return source.allocate(nbytes, stream) if self.stream_ordered else source.allocate(nbytes)
+
+    def release(self, segment: Segment) -> int:
+        """Give an idle segment back to the source; its bytes."""
+        block = segment.first
+        home = block.home
+        self.before_release(segment)
+        source: Any = self.source
+        with self.around_source():
+            if self.stream_ordered:
+                source.free(segment.address, segment.size, segment.stream)
+            else:
+                source.free(segment.address, segment.size)
+        home.remove(block.size, block.address)
+        home.pool.segments -= 1
+        self.stamps.pop(block.address, None)
+        del self.blocks[block.address]
+        del self.segments[segment.address]
+        self.reserved -= segment.size
+        self.counts["num_device_free"] += 1
+        self.ledger.rows.extend((segment.size | rows.SEGMENT_OUT | home.pool.index, 0))
+        self.segment_changed(segment, "segment_free")
+        return segment.size
+
+    def idle_segments(self, pools: PoolSet, index: int) -> list[Segment]:
+        """Segments of one pool that are one free block, by (stream, size, address)."""
+        lists = pools.pools[index].lists
+        blocks = (self.blocks[at] for stream in sorted(lists) for _, at in lists[stream])
+        return [block.segment for block in blocks if block.prev is None and block.next is None]
+
+    def release_cached(self) -> int:
+        """Give back every idle segment of the default pools, large ones first, and of private
+        pools that nobody uses any more. Bytes given back; 0 during a capture."""
+        if not self.may_release():
+            return 0
+        if self.shared:
+            for pool in self.default.pools:
+                if len(pool.lists) > 1:
+                    self.adopt(pool, pool.lists[min(pool.lists)])
+        for address in list(self.stamps):
+            if address in self.stamps:
+                self.settle(self.blocks[address], ignore_stamps=True)
+        released = 0
+        unused = [pools for pools in self.privates.values() if pools.uses == 0]
+        for pools in (self.default, *unused):
+            for index in (1, 0):
+                released += sum(map(self.release, self.idle_segments(pools, index)))
+            if pools is not self.default and pools.segments == 0:
+                del self.privates[pools.owner]
+        return released
+
+    # Looking --------------------------------------------------------------------------------------
+
+    def all_pools(self) -> Iterator[Pool]:
+        for pools in (self.default, *self.privates.values()):
+            yield from pools.pools
+
+    def free_blocks(self) -> Iterator[Block]:
+        for pool in self.all_pools():
+            for home in pool.lists.values():
+                for _, address in home:
+                    yield self.blocks[address]

@@ -1,0 +1,201 @@
+"""The store with streams: deferred frees, captures, and history.
+
+C2  A block is reused on another stream only after an event proves the work done, or the reuse is
+    ordered behind it.
+
+``uses``      address -> streams that use a live block besides its owner
+``queues``    stream -> events recorded there when a block was freed, oldest first; a block is
+              pending while it has events, and counted in ``waiting``
+``deferred``  blocks freed during a capture, when no event may be recorded or queried
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from devalloc.cache import ledger as rows
+from devalloc.cache.bfc_policy import BfcPolicy
+from devalloc.cache.blocks import FREE, PENDING, Block, Segment
+from devalloc.cache.history import History
+from devalloc.cache.policy import Policy
+from devalloc.cache.store import PoolSet, Store
+from devalloc.cache.streams import Event, Streams
+
+if TYPE_CHECKING:
+    from devalloc.sources import Source
+
+
+class StreamedStore(Store):
+    """A store whose blocks are used by streams."""
+
+    def __init__(self, source: Source, policy: Policy, limit: int | None, streams: Streams) -> None:
+        super().__init__(source, policy, limit)
+        self.streams = streams
+        self.history = History()
+        self.uses: dict[int, set[int]] = {}
+        self.queues: dict[int, deque[tuple[Event, Block]]] = {}
+        self.waiting: dict[int, int] = {}
+        self.deferred: list[tuple[Block, set[int]]] = []
+        self.captures = 0
+        self.callbacks: list[Callable[[], object]] = []
+        self.free_noted: Callable[[], None] = lambda: None
+        self._stamping = policy if isinstance(policy, BfcPolicy) and policy.timestamps else None
+
+    # What the plain store leaves open -------------------------------------------------------------
+
+    def around_source(self) -> AbstractContextManager[None]:
+        return self.streams.relaxed_capture() if self.captures else nullcontext()
+
+    def may_release(self) -> bool:
+        return not self.captures
+
+    def order(self, stream: int, behind: int) -> None:
+        self.streams.wait(stream, self.streams.record(behind))
+
+    def before_release(self, segment: Segment) -> None:
+        if self.stream_ordered and self.shared:
+            others = {s for pool in self.all_pools() for s in pool.lists} - {segment.stream}
+            for stream in sorted(others):
+                self.order(segment.stream, stream)
+
+    def ask_holders(self) -> bool:
+        for callback in self.callbacks:
+            callback()
+        self.free_noted()
+        return bool(self.callbacks)
+
+    def segment_changed(self, segment: Segment, action: str) -> None:
+        self.history.segment_changed(segment, action)
+
+    # Freeing --------------------------------------------------------------------------------------
+
+    def complete(self, block: Block, code: int) -> None:
+        """The block is free: nobody uses it any more, or only its owner's stream."""
+        self.history.free_completed(block)
+        if self._stamping is not None:
+            self._stamping.stamp(self, block)
+        block = self.put_back(block, code)
+        pools = self.privates.get(block.home.pool.owner)
+        if pools is not None and pools.uses == 0:
+            self.release_unused(pools)
+        elif self.policy.careful:
+            self.policy.freed(self, block)
+
+    def defer(self, block: Block, streams: set[int]) -> None:
+        """The block is free once ``streams`` have done what is queued there now."""
+        self.ledger.rows.extend((block.size | rows.FREE_REQUESTED | block.home.pool.index, 0))
+        block.state = PENDING
+        if self.captures:
+            self.deferred.append((block, streams))
+        else:
+            self._record(block, streams)
+
+    def _record(self, block: Block, streams: set[int]) -> None:
+        self.waiting[block.address] = len(streams)
+        for stream in sorted(streams):
+            event = self.streams.record(stream)
+            self.queues.setdefault(stream, deque()).append((event, block))
+        if not streams:
+            self._finish(block)
+
+    def _finish(self, block: Block) -> None:
+        del self.waiting[block.address]
+        self.complete(block, rows.FREE_COMPLETED)
+
+    def _count_down(self, block: Block) -> None:
+        self.waiting[block.address] -= 1
+        if self.waiting[block.address] == 0:
+            self._finish(block)
+
+    def end_capture(self) -> None:
+        """Treat what was freed during captures, once the last one has ended."""
+        if not self.captures:
+            deferred, self.deferred = self.deferred, []
+            for block, streams in deferred:
+                self._record(block, streams)
+            for pools in [at for at in self.privates.values() if at.uses == 0]:
+                self.release_unused(pools)
+
+    def process_events(self) -> None:
+        """Free the pending blocks whose events have happened; asks each stream's oldest only."""
+        if self.captures:
+            return
+        for stream in list(self.queues):
+            queue = self.queues[stream]
+            while queue and queue[0][0].query():
+                self._count_down(queue.popleft()[1])
+            if not queue:
+                del self.queues[stream]
+
+    def wait_for_events(self) -> None:
+        """Wait for all events, unless a capture forbids it."""
+        if self.captures:
+            return
+        if self.queues:
+            self.counts["num_sync_all_streams"] += 1
+        for stream in list(self.queues):
+            self._drain(stream)
+
+    def _drain(self, stream: int) -> None:
+        queue = self.queues[stream]
+        while queue:
+            queue[0][0].synchronize()
+            self._count_down(queue.popleft()[1])
+        del self.queues[stream]
+
+    def forget_stream(self, stream: int) -> None:
+        """Wait for the device and make the default stream the owner of what ``stream`` owns."""
+        self.streams.synchronize()
+        if stream in self.queues:
+            self._drain(stream)
+        for users in self.uses.values():
+            users.discard(stream)
+        self.uses = {address: users for address, users in self.uses.items() if users}
+        for segment in self.segments.values():
+            if segment.stream == stream:
+                segment.stream = 0
+            for block in segment.blocks():
+                if block.home.stream != stream:
+                    continue
+                home = block.home.pool.list_of(0)
+                if block.state == FREE:
+                    block.home.remove(block.size, block.address)
+                    home.add(block.size, block.address)
+                block.home = home
+        for pool in self.all_pools():
+            if pool.lists.pop(stream, None) is not None:
+                for address in [address for _, address in pool.list_of(0)]:
+                    if address in self.blocks:
+                        self.settle(self.blocks[address], ignore_stamps=False)
+
+    # Private pools --------------------------------------------------------------------------------
+
+    def release_unused(self, pools: PoolSet) -> None:
+        """Give back what is idle of private pools that no graph uses; forget them when empty."""
+        if not self.may_release():
+            return
+        for index in (1, 0):
+            for segment in self.idle_segments(pools, index):
+                self.release(segment)
+        if pools.segments == 0:
+            del self.privates[pools.owner]
+
+    # Reports --------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        """The ledger's numbers and the counts of events."""
+        stats = self.ledger.stats()
+        for name in (
+            "num_alloc_retries",
+            "num_ooms",
+            "num_sync_all_streams",
+            "num_device_alloc",
+            "num_device_free",
+        ):
+            stats[name] = self.counts[name]
+        limit = getattr(self.policy, "max_split_size", None)
+        stats["max_split_size"] = -1 if limit is None else limit
+        return stats

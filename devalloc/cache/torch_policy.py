@@ -1,0 +1,249 @@
+"""PyTorch's CUDACachingAllocator as a policy, with its settings string."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, ClassVar
+
+from devalloc.cache.blocks import Block, FreeList
+from devalloc.cache.policy import (
+    LARGE_SEGMENT,
+    MIB,
+    MIN_BLOCK,
+    SMALL_MAX,
+    Policy,
+    require_count,
+    require_fraction,
+    round_up,
+    two_pool_segment,
+)
+from devalloc.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from devalloc.cache.store import Request, Store
+
+INTERVALS = 16
+"""Intervals of ``roundup_power2_divisions``: [1 MiB, 2 MiB) and below, ... [32 GiB, ...)."""
+
+
+def next_division(nbytes: int, divisions: int) -> int:
+    """``nbytes`` up to the next of ``divisions`` equal steps between two powers of two.
+
+    With 4 divisions 1200 gives 1280: the steps are 1024, 1280, 1536, 1792, 2048.
+    """
+    if nbytes <= 4 or divisions <= 1 or nbytes & (nbytes - 1) == 0:
+        return nbytes
+    floor = 1 << nbytes.bit_length() - 1
+    step = floor // divisions
+    return floor * 2 if step == 0 else round_up(nbytes, step)
+
+
+@dataclasses.dataclass
+class TorchPolicy(Policy):
+    """PyTorch's rules.
+
+    Parameters
+    ----------
+    roundup_power2_divisions : int or sequence of 16 ints
+        Steps between two powers of two to which sizes are rounded; a power of two, 0 or 1 for none.
+        One value for all sizes, or one for each interval from 1 MiB to 64 GiB.
+    max_split_size : int, optional
+        Bytes, over 20 MiB. Blocks of this size and more are never split, and smaller requests
+        never take one; larger requests take one that is less than 20 MiB larger. Default: no
+        limit.
+    garbage_collection_threshold : float
+        Fraction of the limit; 0 is off. Before asking the source for more, while over it, idle
+        large blocks that were not used for longer than the average go back to the source.
+    """
+
+    name: ClassVar[str] = "torch"
+
+    roundup_power2_divisions: int | tuple[int, ...] = 0
+    max_split_size: int | None = None
+    garbage_collection_threshold: float = 0.0
+    _ages: dict[int, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        given = self.roundup_power2_divisions
+        divisions = (given,) * INTERVALS if isinstance(given, int) else tuple(given)
+        if len(divisions) != INTERVALS:
+            raise InvalidArgument(
+                f"roundup_power2_divisions has {INTERVALS} intervals, not {len(divisions)}"
+            )
+        for value in divisions:
+            require_count("roundup_power2_divisions", value, 0)
+            if value & (value - 1):
+                raise InvalidArgument(
+                    f"roundup_power2_divisions must be powers of two or 0, not {value}"
+                )
+        self._divisions = divisions
+        if self.max_split_size is not None:
+            require_count("max_split_size", self.max_split_size, LARGE_SEGMENT + 1)
+        require_fraction("garbage_collection_threshold", self.garbage_collection_threshold, 1.0)
+
+    @classmethod
+    def from_settings(cls, settings: str) -> TorchPolicy:
+        """A policy by a string like that of ``PYTORCH_CUDA_ALLOC_CONF``.
+
+        Known are ``max_split_size_mb``, ``garbage_collection_threshold``,
+        ``roundup_power2_divisions`` (a value, or ``[256:1,512:2,>:4]`` with MiB as keys) and
+        ``backend:native``. Anything else is an error.
+        """
+        return cls(**_parse_settings(settings))  # type: ignore[arg-type]
+
+    @property
+    def careful(self) -> bool:
+        return self.garbage_collection_threshold > 0
+
+    def attach(self, store: Store) -> None:
+        self._ages = {}
+        if self.garbage_collection_threshold > 0 and store.limit is None:
+            raise InvalidArgument(
+                "garbage_collection_threshold is a fraction of the limit, and there is none; give "
+                "the arena a limit"
+            )
+
+    def round(self, nbytes: int) -> int:
+        interval = min(max(nbytes.bit_length() - 21, 0), INTERVALS - 1)
+        divisions = self._divisions[interval]
+        if divisions > 1 and nbytes > MIN_BLOCK * divisions:
+            return next_division(nbytes, divisions)
+        return max(MIN_BLOCK, round_up(nbytes, MIN_BLOCK))
+
+    def pool_of(self, size: int) -> int:
+        return 0 if size <= SMALL_MAX else 1
+
+    def find(self, store: Store, home: FreeList, request: Request) -> int | None:
+        found = home.find(request.size)
+        if found is None:
+            return None
+        if self.max_split_size is not None:
+            if request.size < self.max_split_size <= found[0]:
+                return None
+            if request.size >= self.max_split_size and found[0] >= request.size + LARGE_SEGMENT:
+                return None
+        return found[1]
+
+    def splits(self, index: int, whole: int, size: int) -> bool:
+        if index == 0:
+            return whole - size >= MIN_BLOCK
+        return (self.max_split_size is None or size < self.max_split_size) and (
+            whole - size > SMALL_MAX
+        )
+
+    def miss(self, store: Store, request: Request) -> Block | None:
+        if store.ask_holders() and (block := store.find(request)) is not None:
+            return block
+        if self.garbage_collection_threshold > 0 and store.may_release():
+            self._collect(store)
+        nbytes = two_pool_segment(request.size)
+        block = store.grow(request, nbytes)
+        if block is not None or not store.may_release():
+            return block
+        if self._release_oversize(store, request):
+            block = store.grow(request, nbytes)
+        if block is None:
+            store.wait_for_events()
+            store.release_cached()
+            store.counts["num_alloc_retries"] += 1
+            block = store.grow(request, nbytes)
+        return block
+
+    def freed(self, store: Store, block: Block) -> None:
+        self._ages[block.address] = block.home.pool.lookups
+
+    def _collect(self, store: Store) -> None:
+        """Free idle large blocks of at least average age until reserved <= threshold * limit."""
+        assert store.limit is not None
+        target = store.reserved - int(self.garbage_collection_threshold * store.limit)
+        if target <= 0:
+            return
+        pool = store.default.pools[1]
+        idle = {
+            segment: pool.lookups - self._ages.get(segment.address, pool.lookups)
+            for segment in store.idle_segments(store.default, 1)
+        }
+        reclaimed = 0
+        while reclaimed < target and idle:
+            # Everything of at least this age goes: stopping at the target would collect again soon.
+            average = sum(idle.values()) / len(idle)
+            for segment in [at for at, age in idle.items() if age >= average]:
+                del idle[segment]
+                self._ages.pop(segment.address, None)
+                reclaimed += store.release(segment)
+
+    def _release_oversize(self, store: Store, request: Request) -> bool:
+        """Free one cached oversize block that is large enough, or the largest until together they
+        are; only those of the request's stream. False if that does not suffice."""
+        if self.max_split_size is None:
+            return False
+        wanted = max(request.size, self.max_split_size)
+        blocks = [store.blocks[at] for _, at in request.home.from_size(self.max_split_size)]
+        idle = [at.segment for at in blocks if at.segment.idle]
+        enough = next((at for at in idle if at.size >= wanted), None)
+        if enough is not None:
+            store.release(enough)
+            return True
+        released = 0
+        while idle and released < wanted:
+            released += store.release(idle.pop())
+        return released >= wanted
+
+
+_SETTING = re.compile(r"\s*(\w+)\s*:\s*(\[[^\]]*\]|[^,\[\]]*?)\s*(?:,|$)")
+
+
+def _parse_settings(settings: str) -> dict[str, object]:
+    options: dict[str, object] = {}
+    at = 0
+    while at < len(settings.rstrip()):
+        match = _SETTING.match(settings, at)
+        if not match:
+            raise InvalidArgument(
+                f"cannot read the allocator settings {settings!r} from {settings[at:]!r} on: give "
+                "name:value pairs with commas between"
+            )
+        name, value = match.groups()
+        at = match.end()
+        try:
+            options.update(_setting(name, value))
+        except ValueError as error:
+            raise InvalidArgument(f"allocator setting {name}:{value}: {error}") from error
+    return options
+
+
+def _setting(name: str, value: str) -> dict[str, object]:
+    if name == "backend" and value == "native":
+        return {}
+    if name == "max_split_size_mb":
+        return {"max_split_size": int(value) * MIB}
+    if name == "garbage_collection_threshold":
+        return {name: float(value)}
+    if name == "roundup_power2_divisions":
+        return {name: _intervals(value[1:-1]) if value.startswith("[") else int(value)}
+    raise InvalidArgument(
+        f"unknown allocator setting {name}:{value}; known are max_split_size_mb, "
+        "garbage_collection_threshold, roundup_power2_divisions and backend:native"
+    )
+
+
+def _intervals(text: str) -> tuple[int, ...]:
+    """``256:1,512:2,>:4``: the first value also holds below its interval, ``>`` for the rest."""
+    divisions = [0] * INTERVALS
+    last: int | None = None
+    for part in text.split(","):
+        key, _, value = (piece.strip() for piece in part.partition(":"))
+        number = int(value)
+        if key == ">":
+            first = 0 if last is None else last + 1
+            divisions[first:] = [number] * (INTERVALS - first)
+            continue
+        mebibytes = int(key)
+        if mebibytes < 1 or mebibytes & (mebibytes - 1):
+            raise ValueError(f"intervals begin at powers of two MiB, not at {key}")
+        at = min(mebibytes.bit_length() - 1, INTERVALS - 1)
+        first = 0 if last is None else at
+        divisions[first : at + 1] = [number] * (at + 1 - first)
+        last = at
+    return tuple(divisions)

@@ -1,0 +1,52 @@
+"""Which allocators a trace is replayed through, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from devalloc.cache import POLICIES as CACHE_POLICIES
+from devalloc.cache import Cache, Policy
+from devalloc.errors import InvalidArgument
+from devalloc.replay.engine import Allocator, Replay, Uncached, recorded_replay, replay
+from devalloc.replay.trace import Trace
+from devalloc.sources import Source
+
+
+class Cached:
+    """The caching allocator under one policy."""
+
+    def __init__(self, source: Source, policy: str | Policy) -> None:
+        self._cache = Cache(source, policy)
+        # The methods themselves, so that the clock sees no detour.
+        self.alloc = self._cache.malloc
+        self.free = self._cache.free
+
+    @property
+    def peak_allocated(self) -> int:
+        return self._cache.stats()["allocated_bytes.all.peak"]
+
+
+ALLOCATORS: dict[str, Callable[[Source], Allocator]] = {
+    "none": Uncached,
+    **{name: partial(Cached, policy=name) for name in CACHE_POLICIES},
+}
+"""Makers of allocators: "none" caches nothing, the others are the policies of the cache."""
+
+
+def chosen_policies(names: Iterable[str]) -> list[str]:
+    """The names, each once; all if there are none. Raises InvalidArgument for unknown ones."""
+    chosen = list(dict.fromkeys(names)) or list(ALLOCATORS)
+    unknown = [name for name in chosen if name not in ALLOCATORS]
+    if unknown:
+        raise InvalidArgument(
+            f"no such policy: {', '.join(unknown)}; there are {', '.join(ALLOCATORS)}"
+        )
+    return chosen
+
+
+def replay_policies(trace: Trace, names: Iterable[str], capacity: int | None) -> list[Replay]:
+    """A trace through the named policies, after what was recorded with it, if that is known."""
+    recorded = recorded_replay(trace)
+    replays = [replay(trace, ALLOCATORS[name], name, capacity) for name in names]
+    return [recorded, *replays] if recorded else replays

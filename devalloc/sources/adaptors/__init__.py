@@ -1,0 +1,36 @@
+"""Sources around a source: each adds one thing, and they stack in any order.
+
+An adaptor is a `Source` like any other. It claims to be safe in several threads, changes nothing
+when a call fails, and takes a wrong free no differently from the source inside.
+"""
+
+from devalloc.sources.adaptors.base import Adaptor
+from devalloc.sources.adaptors.bounds import AlignedAdaptor, LimitAdaptor
+from devalloc.sources.adaptors.failures import (
+    FailureCallbackAdaptor,
+    FaultAdaptor,
+    RetryAdaptor,
+)
+from devalloc.sources.adaptors.log import LogAdaptor
+from devalloc.sources.adaptors.observe import (
+    Counter,
+    Counters,
+    Outstanding,
+    StatisticsAdaptor,
+    TrackingAdaptor,
+)
+
+__all__ = [
+    "Adaptor",
+    "AlignedAdaptor",
+    "Counter",
+    "Counters",
+    "FailureCallbackAdaptor",
+    "FaultAdaptor",
+    "LimitAdaptor",
+    "LogAdaptor",
+    "Outstanding",
+    "RetryAdaptor",
+    "StatisticsAdaptor",
+    "TrackingAdaptor",
+]

@@ -1,0 +1,51 @@
+"""The adaptor that changes nothing, for the others to start from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from devalloc.sources.base import Capabilities, Segment, Source
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Adaptor:
+    """Passes everything on to ``inner``.
+
+    It passes on allocations and nothing else, so memory that can be mapped or paused cannot be
+    through an adaptor; the other capabilities stay.
+
+    Parameters
+    ----------
+    inner : Source
+        Asked for the memory.
+    """
+
+    def __init__(self, inner: Source) -> None:
+        self.inner = inner
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+    @property
+    def device(self) -> torch.device:
+        return self.inner.device
+
+    @property
+    def granularity(self) -> int:
+        return self.inner.granularity
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return dataclasses.replace(self.inner.capabilities, mappable=False, pausable=False)
+
+    def allocate(self, nbytes: int, stream: int | None = None) -> int:
+        return self.inner.allocate(nbytes, stream)
+
+    def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        self.inner.free(address, nbytes, stream)
+
+    def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
+        return self.inner.view(segment, offset, nbytes)

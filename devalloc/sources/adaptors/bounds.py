@@ -1,0 +1,119 @@
+"""Adaptors that bound what a source gives: how much, and at which addresses."""
+
+from __future__ import annotations
+
+import threading
+
+from devalloc.errors import InvalidArgument, InvalidFree, OutOfMemory
+from devalloc.sizes import format_size, parse_size
+from devalloc.sources.adaptors.base import Adaptor
+from devalloc.sources.base import Source
+
+
+class LimitAdaptor(Adaptor):
+    """At most ``limit`` bytes out at a time (after RMM's limiting resource).
+
+    The limit is checked before the source is asked, and counts what was asked for.
+
+    Parameters
+    ----------
+    inner : Source
+    limit : int or str
+        Bytes, or text such as ``"1GiB"``. May be changed later, also to less than is out: then
+        nothing is given until enough came back.
+
+    Raises
+    ------
+    OutOfMemory
+        From `allocate`, for a request that would exceed the limit.
+    """
+
+    def __init__(self, inner: Source, limit: int | str) -> None:
+        super().__init__(inner)
+        self.limit = parse_size(limit)
+        self.used = 0
+        """Bytes that are out."""
+        self._lock = threading.RLock()
+
+    def allocate(self, nbytes: int, stream: int | None = None) -> int:
+        with self._lock:
+            left = self.limit - self.used
+            if nbytes > left:
+                raise OutOfMemory(
+                    f"allocate of {format_size(nbytes)} failed: {format_size(self.used)} of a "
+                    f"limit of {format_size(self.limit)} are in use; free memory or raise the limit"
+                )
+            self.used += nbytes
+        try:
+            return super().allocate(nbytes, stream)
+        except BaseException:
+            self._give_back(nbytes)
+            raise
+
+    def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        super().free(address, nbytes, stream)
+        self._give_back(nbytes)
+
+    def _give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self.used -= nbytes
+
+
+class AlignedAdaptor(Adaptor):
+    """Addresses that are multiples of ``alignment`` (after RMM's aligned resource).
+
+    Takes up to ``alignment`` bytes more of the source where its granularity is less.
+
+    Parameters
+    ----------
+    inner : Source
+    alignment : int or str
+        A power of two, bytes.
+    threshold : int or str
+        Requests below it, in bytes, are passed on as they are.
+    """
+
+    def __init__(self, inner: Source, alignment: int | str, threshold: int | str = 0) -> None:
+        super().__init__(inner)
+        self.alignment = parse_size(alignment)
+        self.threshold = parse_size(threshold)
+        if self.alignment < 1 or self.alignment & (self.alignment - 1):
+            raise InvalidArgument(f"an alignment is a power of two, not {alignment!r}")
+        self._moved: dict[int, int] = {}  # address given out -> the source's
+        self._lock = threading.RLock()
+
+    @property
+    def granularity(self) -> int:
+        inner = self.inner.granularity
+        return inner if self.threshold > 1 else max(inner, self.alignment)
+
+    def _extra(self, nbytes: int) -> int:
+        padded = nbytes >= max(self.threshold, 1) and self.alignment > self.inner.granularity
+        return self.alignment if padded else 0
+
+    def allocate(self, nbytes: int, stream: int | None = None) -> int:
+        extra = self._extra(nbytes)
+        raw = super().allocate(nbytes + extra, stream)
+        if not extra:
+            return raw
+        address = (raw + self.alignment - 1) & -self.alignment
+        self._moved[address] = raw
+        return address
+
+    def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        extra = self._extra(nbytes)
+        if not extra:
+            super().free(address, nbytes, stream)
+            return
+        with self._lock:
+            raw = self._moved.pop(address, None)
+        if raw is None:
+            raise InvalidFree(
+                f"free of {address:#x} ({format_size(nbytes)}), which is not out with an "
+                f"alignment of {format_size(self.alignment)}; free exactly what allocate gave"
+            )
+        try:
+            super().free(raw, nbytes + extra, stream)
+        except BaseException:
+            self._moved[address] = raw
+            raise

@@ -1,0 +1,107 @@
+"""An adaptor that writes every call into a file that RMM's tools and ``devalloc replay`` read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+
+from devalloc.sources.adaptors.base import Adaptor
+from devalloc.sources.base import Source
+
+LOG_COLUMNS = ("Thread", "Time", "Action", "Pointer", "Size", "Stream")
+"""The columns, RMM's."""
+
+
+class LogAdaptor(Adaptor):
+    """One CSV row for each call: ``Thread,Time,Action,Pointer,Size,Stream``.
+
+    Time is seconds since 1970 with microseconds, Size bytes, Pointer and Stream hexadecimal
+    (no stream is ``0x0``, as the default stream is). Actions are ``allocate``, ``allocate
+    failure`` (with pointer ``0x0``), ``free``, which is written before the memory goes back, so
+    that an address is never seen given out twice, and ``free failure``, which takes the ``free``
+    of the same thread before it back.
+
+    Use it in a ``with`` block, or close it: rows reach the file by then at the latest.
+
+    Parameters
+    ----------
+    inner : Source
+    path : str or Path
+        Created, or emptied. Raises OSError.
+    auto_flush : bool
+        Rows reach the file at once; slower, but nothing is lost in a crash.
+    """
+
+    def __init__(self, inner: Source, path: str | Path, auto_flush: bool = False) -> None:
+        super().__init__(inner)
+        self.path = Path(path)
+        self.auto_flush = auto_flush
+        # A free inside a garbage collection may interrupt a write, which the file does not stand.
+        # So rows are queued, and whoever finds nobody writing writes what is there.
+        self._rows: deque[str] = deque()
+        self._writing = threading.Lock()
+        self._file = self.path.open("w", encoding="ascii")
+        self._file.write(",".join(LOG_COLUMNS) + "\n")
+
+    def allocate(self, nbytes: int, stream: int | None = None) -> int:
+        try:
+            address = super().allocate(nbytes, stream)
+        except BaseException:
+            self._row("allocate failure", 0, nbytes, stream)
+            raise
+        self._row("allocate", address, nbytes, stream)
+        return address
+
+    def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        self._row("free", address, nbytes, stream)
+        try:
+            super().free(address, nbytes, stream)
+        except BaseException:
+            self._row("free failure", address, nbytes, stream)
+            raise
+
+    def _row(self, action: str, address: int, nbytes: int, stream: int | None) -> None:
+        thread = threading.get_ident()
+        self._rows.append(
+            f"{thread},{time.time():.6f},{action},{address:#x},{nbytes},{stream or 0:#x}\n"
+        )
+        if self._writing.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._writing.release()
+
+    def _drain(self) -> None:
+        if self._file.closed:
+            return
+        while self._rows:
+            self._file.write(self._rows.popleft())
+        if self.auto_flush:
+            self._file.flush()
+
+    def flush(self) -> None:
+        """Write all rows of calls that have returned."""
+        with self._writing:
+            self._drain()
+            if not self._file.closed:
+                self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close the file. Later calls are served and not logged."""
+        with self._writing:
+            self._drain()
+            self._file.close()
+
+    def __enter__(self) -> LogAdaptor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

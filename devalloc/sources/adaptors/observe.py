@@ -1,0 +1,181 @@
+"""Adaptors that count, and that remember who asked for what."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import traceback
+
+from devalloc.errors import InvalidArgument
+from devalloc.sizes import format_size
+from devalloc.sources.adaptors.base import Adaptor
+from devalloc.sources.base import Source
+
+
+@dataclasses.dataclass
+class Counter:
+    """One quantity: now, at most, and all additions together."""
+
+    current: int = 0
+    peak: int = 0
+    total: int = 0
+
+    def add(self, amount: int) -> None:
+        self.current += amount
+        self.total += amount
+        self.peak = max(self.peak, self.current)
+
+    def subtract(self, amount: int) -> None:
+        self.current -= amount
+
+    def absorb(self, inner: Counter) -> None:
+        """Go on as if everything that ``inner`` counted had been counted here."""
+        self.peak = max(self.peak, self.current + inner.peak)
+        self.current += inner.current
+        self.total += inner.total
+
+
+@dataclasses.dataclass
+class Counters:
+    """Bytes and number of allocations, and how many calls failed."""
+
+    bytes: Counter = dataclasses.field(default_factory=Counter)
+    allocations: Counter = dataclasses.field(default_factory=Counter)
+    failures: int = 0
+
+    def absorb(self, inner: Counters) -> None:
+        self.bytes.absorb(inner.bytes)
+        self.allocations.absorb(inner.allocations)
+        self.failures += inner.failures
+
+    def copy(self) -> Counters:
+        return Counters(
+            dataclasses.replace(self.bytes), dataclasses.replace(self.allocations), self.failures
+        )
+
+
+class StatisticsAdaptor(Adaptor):
+    """Counts what goes through it, in nested sections (after RMM's statistics resource).
+
+    A free is counted when it is done, so a peak is never too low; with several threads it may be
+    too high by what they were just giving back.
+    """
+
+    def __init__(self, inner: Source) -> None:
+        super().__init__(inner)
+        self._stack = [Counters()]
+        self._lock = threading.RLock()
+
+    def allocate(self, nbytes: int, stream: int | None = None) -> int:
+        try:
+            address = super().allocate(nbytes, stream)
+        except BaseException:
+            with self._lock:
+                self._stack[-1].failures += 1
+            raise
+        with self._lock:
+            self._stack[-1].bytes.add(nbytes)
+            self._stack[-1].allocations.add(1)
+        return address
+
+    def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        super().free(address, nbytes, stream)
+        with self._lock:
+            self._stack[-1].bytes.subtract(nbytes)
+            self._stack[-1].allocations.subtract(1)
+
+    @property
+    def counters(self) -> Counters:
+        """A copy of the innermost section's. Frees of older memory make its current negative."""
+        with self._lock:
+            return self._stack[-1].copy()
+
+    def push(self) -> None:
+        """Begin a section that counts from zero. Sections are shared by all threads."""
+        with self._lock:
+            self._stack.append(Counters())
+
+    def pop(self) -> Counters:
+        """End the innermost section: return what it counted, and add it to the one around it.
+
+        Raises
+        ------
+        InvalidArgument
+            If no section was begun.
+        """
+        with self._lock:
+            if len(self._stack) == 1:
+                raise InvalidArgument("pop without push: only the outermost section is left")
+            popped = self._stack.pop()
+            self._stack[-1].absorb(popped)
+        return popped
+
+
+@dataclasses.dataclass(frozen=True)
+class Outstanding:
+    """One allocation that has not come back."""
+
+    address: int
+    nbytes: int
+    stream: int | None
+    thread: int
+    stack: traceback.StackSummary
+    """Python frames of the call, outermost first; empty if stacks were off."""
+
+
+class TrackingAdaptor(Adaptor):
+    """Remembers what is out and which line asked for it (after RMM's tracking resource).
+
+    Parameters
+    ----------
+    inner : Source
+    frames : int
+        Python frames to keep of each call, the innermost; 0 for none. About a microsecond each;
+        the text of the lines is read only when it is shown.
+    """
+
+    def __init__(self, inner: Source, frames: int = 16) -> None:
+        super().__init__(inner)
+        if frames < 0:
+            raise InvalidArgument(f"a number of frames is 0 or more, not {frames}")
+        self.frames = frames
+        self._out: dict[int, Outstanding] = {}
+
+    def allocate(self, nbytes: int, stream: int | None = None) -> int:
+        address = super().allocate(nbytes, stream)
+        stack = traceback.StackSummary()
+        if self.frames:
+            walk = traceback.walk_stack(sys._getframe(1))
+            stack = traceback.StackSummary.extract(walk, limit=self.frames, lookup_lines=False)
+            stack.reverse()
+        thread = threading.get_ident()
+        self._out[address] = Outstanding(address, nbytes, stream, thread, stack)
+        return address
+
+    def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        # Struck first: once the memory is back, another thread may get the same address.
+        known = self._out.pop(address, None)
+        try:
+            super().free(address, nbytes, stream)
+        except BaseException:
+            if known is not None:
+                self._out[address] = known
+            raise
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """Sum of what is out."""
+        return sum(each.nbytes for each in self.outstanding())
+
+    def outstanding(self) -> list[Outstanding]:
+        """What is out, oldest first."""
+        return list(self._out.values())
+
+    def report(self) -> str:
+        """What is out, for people: a line and a stack each; empty if nothing is."""
+        lines = []
+        for each in self.outstanding():
+            lines.append(f"{format_size(each.nbytes)} at {each.address:#x}, allocated by\n")
+            lines += each.stack.format()
+        return "".join(lines)

@@ -1,0 +1,133 @@
+"""Doubles for the tests of the cache: a source of addresses without memory, and streams whose
+events happen when the test says so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from devalloc import OutOfMemory
+from devalloc.cache import Cache, Policy
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+class NumberSource:
+    """Addresses that nothing lies behind, at most `capacity` bytes at a time.
+
+    Freed ranges are never given out again, so a stale address cannot pass for a new one. With
+    `failing` a seeded share of the calls fails.
+    """
+
+    device = torch.device("cpu")
+    granularity = 4096
+
+    def __init__(self, capacity: int | None = None, failing: float = 0.0, seed: int = 0) -> None:
+        self.capacity = capacity
+        self.failing = failing
+        self.random = random.Random(seed)
+        self.live: dict[int, int] = {}
+        self.asked: list[int] = []
+        self.freed: list[int] = []
+        self.next = 1 << 40
+
+    @property
+    def used(self) -> int:
+        return sum(self.live.values())
+
+    def allocate(self, nbytes: int) -> int:
+        self.asked.append(nbytes)
+        if self.random.random() < self.failing:
+            raise OutOfMemory("injected")
+        if self.capacity is not None and self.used + nbytes > self.capacity:
+            raise OutOfMemory(f"the source has {self.capacity} bytes")
+        address = self.next
+        self.next += (nbytes + 2 * self.granularity) // self.granularity * self.granularity
+        self.live[address] = nbytes
+        return address
+
+    def free(self, address: int, nbytes: int) -> None:
+        assert self.live.pop(address) == nbytes, "free gets what allocate gave"
+        self.freed.append(nbytes)
+
+    def view(self, segment: object, offset: int, nbytes: int) -> torch.Tensor:
+        raise AssertionError("the cache never looks at memory")
+
+
+class FakeEvent:
+    def __init__(self, streams: FakeStreams, stream: int, point: int) -> None:
+        self.streams, self.stream, self.point = streams, stream, point
+        self.behind = {**streams.seen.get(stream, {}), stream: point}
+
+    def query(self) -> bool:
+        self.streams.forbid_in_capture("query")
+        self.streams.queries += 1
+        return self.streams.done.get(self.stream, 0) >= self.point
+
+    def synchronize(self) -> None:
+        self.streams.forbid_in_capture("synchronize")
+        self.streams.advance(self.stream, self.point)
+
+
+class FakeStreams:
+    """Work of a stream is a count; events are points in it that `advance` passes."""
+
+    def __init__(self) -> None:
+        self.queued: dict[int, int] = {}
+        self.done: dict[int, int] = {}
+        self.waits: list[tuple[int, int]] = []
+        # Per stream, up to which point of which stream it is ordered behind (a vector clock).
+        self.seen: dict[int, dict[int, int]] = {}
+        self.queries = 0
+        self.now = 0
+        self.in_capture = False
+        self.relaxed = 0
+
+    def forbid_in_capture(self, what: str) -> None:
+        assert not self.in_capture, f"{what} during a capture"
+
+    def current(self) -> int:
+        return self.now
+
+    def record(self, stream: int) -> FakeEvent:
+        self.forbid_in_capture("record")
+        self.queued[stream] = self.queued.get(stream, 0) + 1
+        return FakeEvent(self, stream, self.queued[stream])
+
+    def wait(self, stream: int, event: FakeEvent) -> None:
+        self.waits.append((stream, event.stream))
+        seen = self.seen.setdefault(stream, {})
+        for other, point in event.behind.items():
+            seen[other] = max(seen.get(other, 0), point)
+
+    def over(self, user: int, point: int, stream: int) -> bool:
+        """Whether work of `user` up to `point` is done when new work of `stream` begins."""
+        done = self.done.get(user, 0) >= point
+        return done or user == stream or self.seen.get(stream, {}).get(user, 0) >= point
+
+    def advance(self, stream: int, point: int | None = None) -> None:
+        point = self.queued.get(stream, 0) if point is None else point
+        self.done[stream] = max(self.done.get(stream, 0), point)
+
+    def synchronize(self) -> None:
+        self.forbid_in_capture("synchronize")
+        for stream in self.queued:
+            self.advance(stream)
+
+    def capturing(self) -> bool:
+        return self.in_capture
+
+    @contextmanager
+    def relaxed_capture(self) -> Iterator[None]:
+        self.relaxed += 1
+        yield
+
+
+def cache(
+    policy: str | Policy = "torch", capacity: int | None = None, **options: object
+) -> tuple[Cache, NumberSource]:
+    source = NumberSource(capacity)
+    return Cache(source, policy, **options), source  # type: ignore[arg-type]

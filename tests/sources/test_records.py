@@ -1,0 +1,164 @@
+"""Adaptors that keep records: logs, statistics, tracking."""
+
+from __future__ import annotations
+
+import csv
+import threading
+from pathlib import Path
+
+import pytest
+
+from devalloc import InvalidArgument, InvalidFree, OutOfMemory
+from devalloc.sources import HostSource, Source
+from devalloc.sources.adaptors import (
+    LimitAdaptor,
+    LogAdaptor,
+    StatisticsAdaptor,
+    TrackingAdaptor,
+)
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_log(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    with LogAdaptor(LimitAdaptor(HostSource(), 10_000), path) as source:
+        address = source.allocate(9_000, 0x1F)
+        with pytest.raises(OutOfMemory):
+            source.allocate(9_000)
+        with pytest.raises(InvalidFree):
+            source.free(address, 8_999)
+        source.free(address, 9_000, 0x1F)
+    assert path.read_text().startswith("Thread,Time,Action,Pointer,Size,Stream\n")
+    found = rows(path)
+    assert [(r["Action"], r["Pointer"], r["Size"], r["Stream"]) for r in found] == [
+        ("allocate", hex(address), "9000", "0x1f"),
+        ("allocate failure", "0x0", "9000", "0x0"),
+        ("free", hex(address), "8999", "0x0"),
+        ("free failure", hex(address), "8999", "0x0"),
+        ("free", hex(address), "9000", "0x1f"),
+    ]
+    assert {r["Thread"] for r in found} == {str(threading.get_ident())}
+    times = [float(r["Time"]) for r in found]
+    assert times == sorted(times)
+    source.free(source.allocate(1), 1)
+    assert len(rows(path)) == 5, "closed: served, not logged"
+
+
+def test_a_log_reaches_the_file(tmp_path: Path) -> None:
+    at_once = LogAdaptor(HostSource(), tmp_path / "at-once.csv", auto_flush=True)
+    later = LogAdaptor(HostSource(), tmp_path / "later.csv")
+    for source in (at_once, later):
+        source.free(source.allocate(1), 1)
+    assert len(rows(at_once.path)) == 2
+    later.flush()
+    assert len(rows(later.path)) == 2
+    at_once.close()
+    later.close()
+    later.close()
+    later.flush()
+
+
+def test_a_log_of_threads_gives_no_address_out_twice(tmp_path: Path) -> None:
+    """Addresses come again at once, so a free logged too late would show."""
+    path = tmp_path / "log.csv"
+    with LogAdaptor(HostSource(), path) as source:
+
+        def work() -> None:
+            for _ in range(200):
+                source.free(source.allocate(4096), 4096)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    found = rows(path)
+    assert len(found) == 4 * 200 * 2
+    live: set[str] = set()
+    for row in found:
+        if row["Action"] == "allocate":
+            assert row["Pointer"] not in live
+            live.add(row["Pointer"])
+        else:
+            live.remove(row["Pointer"])
+    assert not live
+
+
+def test_statistics() -> None:
+    source = StatisticsAdaptor(LimitAdaptor(HostSource(), 10_000))
+    first = source.allocate(6_000)
+    source.free(source.allocate(3_000), 3_000)
+    with pytest.raises(OutOfMemory):
+        source.allocate(5_000)
+    with pytest.raises(InvalidFree):
+        source.free(first, 1)
+    found = source.counters
+    assert (found.bytes.current, found.bytes.peak, found.bytes.total) == (6_000, 9_000, 9_000)
+    assert (found.allocations.current, found.allocations.peak) == (1, 2)
+    assert (found.allocations.total, found.failures) == (2, 1)
+    source.free(first, 6_000)
+    assert source.counters.bytes.current == 0
+    assert found.bytes.current == 6_000, "a copy"
+
+
+def test_sections_of_statistics() -> None:
+    """What a section counts is its own, and belongs to the one around it afterwards."""
+    source = StatisticsAdaptor(HostSource())
+    old = source.allocate(1_000)
+    source.push()
+    assert source.counters.bytes.total == 0
+    source.free(old, 1_000)
+    assert source.counters.bytes.current == -1_000
+    new = source.allocate(5_000)
+    source.free(new, 5_000)
+    inner = source.pop()
+    assert (inner.bytes.current, inner.bytes.peak, inner.bytes.total) == (-1_000, 4_000, 5_000)
+    assert inner.allocations.total == 1
+    outer = source.counters
+    assert (outer.bytes.current, outer.bytes.peak, outer.bytes.total) == (0, 5_000, 6_000)
+    with pytest.raises(InvalidArgument, match="pop without push"):
+        source.pop()
+
+
+def allocate_here(source: Source) -> int:
+    return source.allocate(5_000, 7)
+
+
+def test_tracking() -> None:
+    source = TrackingAdaptor(LimitAdaptor(HostSource(), 20_000))
+    assert source.report() == ""
+    address = allocate_here(source)
+    other = source.allocate(100)
+    with pytest.raises(InvalidFree):
+        source.free(other, 99)
+    with pytest.raises(OutOfMemory):
+        source.allocate(50_000)
+    first, second = source.outstanding()
+    assert (first.address, first.nbytes, first.stream) == (address, 5_000, 7)
+    assert first.thread == threading.get_ident()
+    assert first.stack[-1].name == "allocate_here"
+    assert first.stack[-2].name == "test_tracking"
+    assert second.address == other
+    assert source.outstanding_bytes == 5_100
+    assert f"4.883 KiB at {address:#x}, allocated by\n" in source.report()
+    assert "return source.allocate(5_000, 7)" in source.report()
+    source.free(address, 5_000)
+    source.free(other, 100)
+    assert source.outstanding() == []
+
+
+def test_tracking_without_stacks() -> None:
+    source = TrackingAdaptor(HostSource(), frames=0)
+    address = source.allocate(1)
+    assert source.outstanding()[0].stack == []
+    source.free(address, 1)
+    short = TrackingAdaptor(HostSource(), frames=1)
+    address = allocate_here(short)
+    assert [frame.name for frame in short.outstanding()[0].stack] == ["allocate_here"]
+    short.free(address, 5_000)
+    with pytest.raises(InvalidArgument, match="0 or more"):
+        TrackingAdaptor(HostSource(), frames=-1)
