@@ -40,6 +40,8 @@ _WAIT_SLICE_S = 0.01
 
 
 def _as_int(nbytes: object) -> int:
+    if isinstance(nbytes, bool):
+        raise InvalidArgument(f"a size is an int, not {nbytes!r}")
     try:
         return int(operator.index(nbytes))  # type: ignore[arg-type]
     except TypeError:
@@ -252,6 +254,7 @@ class Cache:
             or store.queues
             or store.deferred
             or store.privates
+            or store.closed
             or self._routes
             or store.history.recording
             or self._waiting
@@ -536,6 +539,13 @@ class Cache:
             store.wait_for_events()
             store.release_cached()
             return before - store.reserved
+
+    def close(self) -> None:
+        """Give idle segments back now, and every other one when its last block is freed."""
+        with self._entered() as store:
+            store.closed = True
+            store.wait_for_events()
+            store.release_cached()
 
     def on_low_memory(self, callback: Callable[[], object]) -> None:
         """Call ``callback``, which may free blocks, before the source is asked for more.

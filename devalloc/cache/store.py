@@ -87,7 +87,7 @@ class Store:
         self.segments: dict[int, Segment] = {}
         self.default = PoolSet((0, 0))
         self.privates: dict[tuple[int, int], PoolSet] = {}
-        self.ledger = rows.Ledger()
+        self.ledger = rows.Ledger(getattr(policy, "max_split_size", None))
         self.counts: Counter[str] = Counter()
         self.stamps: dict[int, int] = {}
         self.failure: OutOfMemory | None = None
