@@ -163,7 +163,8 @@ class Cache:
                     return self._malloc(nbytes, stream, freed_before)
                 addresses = home.by_size.get(size)
                 if not addresses:
-                    return self._malloc(nbytes, stream, freed_before)
+                    block = store.find(home, size, nbytes)
+                    return block.address if block else self._malloc(nbytes, stream, None)
                 address = addresses.pop(0)
                 block = store.blocks[address]
                 block.state = LIVE
@@ -280,12 +281,16 @@ class Cache:
         if store.queues:
             store.process_events()
             self._watch()
-        request = Request(nbytes, *plan, stream, self._pools_for(stream), freed_before)
-        block = store.find(request)
-        if block is None and self._share and not store.captures:
-            block = store.find_elsewhere(request)
+        pools = self._pools_for(stream)
+        size, index = plan
+        home = pools.pools[index].list_of(stream)
+        block = store.find(home, size, nbytes, freed_before)
         if block is None:
-            block = self._miss(request)
+            request = Request(nbytes, size, index, stream, pools, freed_before)
+            if self._share and not store.captures:
+                block = store.find_elsewhere(request)
+            if block is None:
+                block = self._miss(request)
         if self._attention:
             store.history.allocated(block)
         return block.address
@@ -319,7 +324,7 @@ class Cache:
                 break
             self._await_free(min(left, _WAIT_SLICE_S))
             store.process_events()
-            block = store.find(request) or self.policy.miss(store, request)
+            block = store.find_for(request) or self.policy.miss(store, request)
         if block is None:
             store.counts["num_ooms"] += 1
             store.history.out_of_memory(request, store.room())

@@ -76,9 +76,9 @@ class Policy:
         """0 for the small pool, 1 for the large one."""
         return 1
 
-    def find(self, store: Store, home: FreeList, request: Request) -> int | None:
-        """The address of the free block to use, or None. The default is best fit."""
-        found = home.find(request.size)
+    def find(self, store: Store, home: FreeList, size: int, freed_before: int | None) -> int | None:
+        """The address of the free block to use for ``size`` bytes, or None. Default: best fit."""
+        found = home.find(size)
         return None if found is None else found[1]
 
     def splits(self, index: int, whole: int, size: int) -> bool:
