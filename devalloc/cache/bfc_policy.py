@@ -73,6 +73,10 @@ class BfcPolicy(Policy):
     def careful(self) -> bool:
         return self.timestamps
 
+    @property
+    def best_fit(self) -> bool:
+        return not self.timestamps
+
     def attach(self, store: Store) -> None:
         if store.limit is None and (not self.growth or self.fragmentation_fraction):
             raise InvalidArgument(
@@ -96,9 +100,6 @@ class BfcPolicy(Policy):
     # Searching ------------------------------------------------------------------------------------
 
     def find(self, store: Store, home: FreeList, size: int, freed_before: int | None) -> int | None:
-        if not self.timestamps:
-            found = home.find(size)
-            return None if found is None else found[1]
         if store.stamps:
             self._merge_stamped(store, 0)
         return self._find_stamped(store, home, size, freed_before)

@@ -93,6 +93,7 @@ class Store:
         self.failure: OutOfMemory | None = None
         capabilities = getattr(source, "capabilities", None)
         self.shared = False
+        self._best_fit = policy.best_fit
         self.stream_ordered = bool(getattr(capabilities, "stream_ordered", False))
 
     # What the engine adds: streams, history -------------------------------------------------------
@@ -128,7 +129,11 @@ class Store:
     ) -> Block | None:
         """Take a block of ``size`` bytes from a free list, as the policy chooses."""
         home.pool.lookups += 1
-        found = self.policy.find(self, home, size, freed_before)
+        if self._best_fit:
+            best = home.find(size)
+            found = None if best is None else best[1]
+        else:
+            found = self.policy.find(self, home, size, freed_before)
         return None if found is None else self.carve(self.blocks[found], home, size, nbytes)
 
     def find_for(self, request: Request) -> Block | None:

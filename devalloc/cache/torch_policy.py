@@ -96,6 +96,10 @@ class TorchPolicy(Policy):
     def careful(self) -> bool:
         return self.garbage_collection_threshold > 0
 
+    @property
+    def best_fit(self) -> bool:
+        return self.max_split_size is None
+
     def attach(self, store: Store) -> None:
         self._ages = {}
         if self.garbage_collection_threshold > 0 and store.limit is None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 
 from devalloc import InvalidArgument, OutOfMemory
-from devalloc.cache import AutoGrowthPolicy, BfcPolicy, Cache, TorchPolicy, make_policy
+from devalloc.cache import AutoGrowthPolicy, BfcPolicy, Cache, TinyPolicy, TorchPolicy, make_policy
 from devalloc.cache.bfc_policy import bin_of
+from devalloc.cache.blocks import FreeList
+from devalloc.cache.store import Store
 from devalloc.cache.torch_policy import next_division
 from tests.arena.support import GIB, KIB, MIB, FakeStreams, NumberSource, cache
 
@@ -504,3 +508,20 @@ def test_one_policy_object_serves_several_caches() -> None:
     first.malloc(20 * MIB)
     second.malloc(512)
     assert (source.asked, other.asked) == ([32 * MIB], [2 * MIB])
+
+
+def test_a_policy_of_the_users() -> None:
+    @dataclasses.dataclass
+    class LargestFirst(TinyPolicy):
+        name: ClassVar[str] = "largest"
+
+        def find(
+            self, store: Store, home: FreeList, size: int, freed_before: int | None
+        ) -> int | None:
+            return max(home.from_size(size), default=(0, None))[1]
+
+    engine, _ = cache(LargestFirst())
+    blocks = [engine.malloc(size * MIB) for size in (30, 50, 40)]
+    for block in blocks:
+        engine.free(block)
+    assert engine.malloc(25 * MIB) == blocks[1]
