@@ -252,23 +252,26 @@ class Store:
         stamps = self.stamps
         if stamps and block.address in stamps and not ignore_stamps:
             return block
-        strict = bool(stamps) and not ignore_stamps
+        strict = stamps if not ignore_stamps else ()
+        # More than one on a side: what could not be merged because of a stamp, or of an owner.
         before = block.prev
-        if (
+        while (
             before is not None
             and before.state == FREE
             and before.home is home
-            and not (strict and before.address in stamps)
+            and before.address not in strict
         ):
             block = self._join(before, block, before)
+            before = block.prev
         after = block.next
-        if (
+        while (
             after is not None
             and after.state == FREE
             and after.home is home
-            and not (strict and after.address in stamps)
+            and after.address not in strict
         ):
             self._join(block, after, after)
+            after = block.next
         return block
 
     def settle(self, block: Block, ignore_stamps: bool) -> Block:

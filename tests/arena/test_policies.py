@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import threading
 import time
 from itertools import pairwise
@@ -525,3 +526,19 @@ def test_a_policy_of_the_users() -> None:
     for block in blocks:
         engine.free(block)
     assert engine.malloc(25 * MIB) == blocks[1]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_emptying_merges_stamped_chunks_of_all_streams(seed: int) -> None:
+    engine, source = cache(BfcPolicy(timestamps=True))
+    rng = random.Random(seed)
+    live: list[int] = []
+    for _ in range(40):
+        if live and rng.random() < 0.5:
+            engine.free(live.pop(rng.randrange(len(live))))
+        else:
+            live.append(engine.malloc(rng.choice([100, 200, 300, 500, 5000]), rng.randrange(2)))
+    for block in live:
+        engine.free(block)
+    engine.empty_cache()
+    assert not source.live
