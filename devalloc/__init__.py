@@ -22,11 +22,14 @@ from devalloc.errors import (
 )
 
 if TYPE_CHECKING:
+    from devalloc.arena import Arena, Block
     from devalloc.heap import Heap, Snapshot, Stats
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Arena",
+    "Block",
     "CorruptionError",
     "DevallocError",
     "DoubleFree",
@@ -40,7 +43,13 @@ __all__ = [
     "__version__",
 ]
 
-_LAZY = {"Heap": "devalloc.heap", "Snapshot": "devalloc.heap", "Stats": "devalloc.heap"}
+_LAZY = {
+    "Arena": "devalloc.arena",
+    "Block": "devalloc.arena",
+    "Heap": "devalloc.heap",
+    "Snapshot": "devalloc.heap",
+    "Stats": "devalloc.heap",
+}
 
 _locate_kernels.register()
 

@@ -32,6 +32,7 @@ HOST_LAYERS = [
     {"sizes", "kernels"},
     {"sources", "heap_state"},
     {"cache", "heap"},
+    {"arena"},
     {"__init__"},
     {"replay", "report"},
     {"demo"},

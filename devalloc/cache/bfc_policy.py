@@ -73,6 +73,10 @@ class BfcPolicy(Policy):
     def careful(self) -> bool:
         return self.timestamps
 
+    @property
+    def best_fit(self) -> bool:
+        return not self.timestamps
+
     def attach(self, store: Store) -> None:
         if store.limit is None and (not self.growth or self.fragmentation_fraction):
             raise InvalidArgument(
@@ -95,23 +99,22 @@ class BfcPolicy(Policy):
 
     # Searching ------------------------------------------------------------------------------------
 
-    def find(self, store: Store, home: FreeList, request: Request) -> int | None:
-        if not self.timestamps:
-            found = home.find(request.size)
-            return None if found is None else found[1]
+    def find(self, store: Store, home: FreeList, size: int, freed_before: int | None) -> int | None:
         if store.stamps:
             self._merge_stamped(store, 0)
-        return self._find_stamped(store, home, request)
+        return self._find_stamped(store, home, size, freed_before)
 
-    def _find_stamped(self, store: Store, home: FreeList, request: Request) -> int | None:
-        for _, address in home.from_size(request.size):
+    def _find_stamped(
+        self, store: Store, home: FreeList, size: int, freed_before: int | None
+    ) -> int | None:
+        for _, address in home.from_size(size):
             stamp = store.stamps.get(address, 0)
-            if request.freed_before is None or stamp <= request.freed_before:
+            if freed_before is None or stamp <= freed_before:
                 return address
         best: tuple[int, int] | None = None
-        safe = max(self._frontier - 1, request.freed_before or 0)
+        safe = max(self._frontier - 1, freed_before or 0)
         for other in home.pool.lists.values():
-            for found in other.from_size(request.size) if other is not home else ():
+            for found in other.from_size(size) if other is not home else ():
                 if store.stamps.get(found[1], 0) <= safe:
                     best = min(best or found, found)
                     break
@@ -123,8 +126,7 @@ class BfcPolicy(Policy):
         block = self._extend(store, request)
         ordered = request.freed_before is None
         if block is None and ordered and store.stamps and self._merge_stamped(store, request.size):
-            found = self._find_stamped(store, request.home, request)
-            block = None if found is None else store.carve(store.blocks[found], request)
+            block = store.find_for(request)
         if block is None and self.garbage_collection and self._release_idle(store, request):
             store.counts["num_alloc_retries"] += 1
             block = self._extend(store, request)

@@ -40,6 +40,8 @@ _WAIT_SLICE_S = 0.01
 
 
 def _as_int(nbytes: object) -> int:
+    if isinstance(nbytes, bool):
+        raise InvalidArgument(f"a size is an int, not {nbytes!r}")
     try:
         return int(operator.index(nbytes))  # type: ignore[arg-type]
     except TypeError:
@@ -161,7 +163,8 @@ class Cache:
                     return self._malloc(nbytes, stream, freed_before)
                 addresses = home.by_size.get(size)
                 if not addresses:
-                    return self._malloc(nbytes, stream, freed_before)
+                    block = store.find(home, size, nbytes)
+                    return block.address if block else self._malloc(nbytes, stream, None)
                 address = addresses.pop(0)
                 block = store.blocks[address]
                 block.state = LIVE
@@ -252,6 +255,7 @@ class Cache:
             or store.queues
             or store.deferred
             or store.privates
+            or store.closed
             or self._routes
             or store.history.recording
             or self._waiting
@@ -277,12 +281,16 @@ class Cache:
         if store.queues:
             store.process_events()
             self._watch()
-        request = Request(nbytes, *plan, stream, self._pools_for(stream), freed_before)
-        block = store.find(request)
-        if block is None and self._share and not store.captures:
-            block = store.find_elsewhere(request)
+        pools = self._pools_for(stream)
+        size, index = plan
+        home = pools.pools[index].list_of(stream)
+        block = store.find(home, size, nbytes, freed_before)
         if block is None:
-            block = self._miss(request)
+            request = Request(nbytes, size, index, stream, pools, freed_before)
+            if self._share and not store.captures:
+                block = store.find_elsewhere(request)
+            if block is None:
+                block = self._miss(request)
         if self._attention:
             store.history.allocated(block)
         return block.address
@@ -316,7 +324,7 @@ class Cache:
                 break
             self._await_free(min(left, _WAIT_SLICE_S))
             store.process_events()
-            block = store.find(request) or self.policy.miss(store, request)
+            block = store.find_for(request) or self.policy.miss(store, request)
         if block is None:
             store.counts["num_ooms"] += 1
             store.history.out_of_memory(request, store.room())
@@ -536,6 +544,13 @@ class Cache:
             store.wait_for_events()
             store.release_cached()
             return before - store.reserved
+
+    def close(self) -> None:
+        """Give idle segments back now, and every other one when its last block is freed."""
+        with self._entered() as store:
+            store.closed = True
+            store.wait_for_events()
+            store.release_cached()
 
     def on_low_memory(self, callback: Callable[[], object]) -> None:
         """Call ``callback``, which may free blocks, before the source is asked for more.

@@ -30,7 +30,7 @@ SEGMENT_OUT = 16
 
 FULL = 16384
 
-# What a row adds: (code, quantity, sign of the count, sign of the bytes, bytes are requested ones)
+# Each count has its bytes in the same place of the second row; requested bytes are by themselves.
 _COUNTS = ("allocation", "segment", "active", "inactive_split")
 _BYTES = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes")
 _REQUESTED = "requested_bytes"
@@ -42,6 +42,7 @@ _EFFECTS: dict[str, dict[int, int]] = {
     "requested_bytes": {MALLOC: 1, FREE: -1, FREE_COMPLETED: -1},
 }
 QUANTITIES = (*_COUNTS, *_BYTES, _REQUESTED)
+_KINDS = ("current", "peak", "allocated", "freed")
 POOLS = ("all", "small_pool", "large_pool")
 _CODES = 18
 
@@ -62,18 +63,18 @@ _SIGNS = _sign_tables()
 class Ledger:
     """The log of one engine and the sums of what was folded from it.
 
-    ``rows`` is appended to by the engine, which calls `fold` when it has `FULL` entries.
+    ``rows`` is appended to by the engine, which calls `fold` when it has `FULL` entries. Blocks and
+    segments of ``oversize`` bytes and more are also counted by themselves.
     """
 
-    __slots__ = ("_current", "_gained", "_lost", "_peak", "rows")
+    __slots__ = ("_oversize", "_sums", "oversize", "rows")
 
-    def __init__(self) -> None:
+    def __init__(self, oversize: int | None = None) -> None:
         self.rows: list[int] = []
-        shape = (len(QUANTITIES), len(POOLS))
-        self._current = np.zeros(shape, dtype=np.int64)
-        self._peak = np.zeros(shape, dtype=np.int64)
-        self._gained = np.zeros(shape, dtype=np.int64)
-        self._lost = np.zeros(shape, dtype=np.int64)
+        self.oversize = oversize
+        # For each quantity and pool: current, peak, gained, lost.
+        self._sums = np.zeros((len(QUANTITIES), len(POOLS), 4), dtype=np.int64)
+        self._oversize = np.zeros((2, 4), dtype=np.int64)
 
     def fold(self) -> None:
         """Add the rows to the sums and forget them."""
@@ -85,19 +86,34 @@ class Ledger:
         pool = head & 1
         code = head & 30
         size = head >> 8 << 8
+        present = [which for which in (0, 1) if (pool == which).any()]
         for at, name in enumerate(_COUNTS):
             signs = _SIGNS[name][code]
-            self._add(at, signs, pool)
-            self._add(len(_COUNTS) + at, signs * size, pool)
-        self._add(len(QUANTITIES) - 1, _SIGNS[_REQUESTED][code] * requested, pool)
+            if signs.any():
+                self._add(at, signs, pool, present)
+                self._add(len(_COUNTS) + at, signs * size, pool, present)
+        self._add(len(QUANTITIES) - 1, _SIGNS[_REQUESTED][code] * requested, pool, present)
+        if self.oversize is not None:
+            large = size >= self.oversize
+            for at, name in enumerate(("allocation", "segment")):
+                change = _SIGNS[name][code] * large
+                self._enter(self._oversize[at], change)
 
-    def _add(self, at: int, change: np.ndarray, pool: np.ndarray) -> None:
-        for which, part in enumerate((change, change * (pool == 0), change * (pool == 1))):
-            running = np.cumsum(part) + self._current[at, which]
-            self._peak[at, which] = max(self._peak[at, which], int(running.max()))
-            self._current[at, which] = running[-1]
-            self._gained[at, which] += part[part > 0].sum()
-            self._lost[at, which] -= part[part < 0].sum()
+    def _add(self, at: int, change: np.ndarray, pool: np.ndarray, present: list[int]) -> None:
+        self._enter(self._sums[at, 0], change)
+        for which in present:
+            part = change if len(present) == 1 else change * (pool == which)
+            self._enter(self._sums[at, 1 + which], part)
+
+    @staticmethod
+    def _enter(sums: np.ndarray, change: np.ndarray) -> None:
+        """Add running changes to one row of (current, peak, gained, lost)."""
+        running = np.cumsum(change)
+        net, total = int(running[-1]), int(np.abs(change).sum())
+        sums[1] = max(sums[1], sums[0] + int(running.max()))
+        sums[0] += net
+        sums[2] += (total + net) // 2
+        sums[3] += (total - net) // 2
 
     def stats(self) -> dict[str, int]:
         """Flat names as of ``torch.cuda.memory_stats``: ``allocated_bytes.all.peak``..."""
@@ -105,25 +121,26 @@ class Ledger:
         stats = {}
         for at, name in enumerate(QUANTITIES):
             for which, pool in enumerate(POOLS):
-                stem = f"{name}.{pool}"
-                stats[f"{stem}.current"] = int(self._current[at, which])
-                stats[f"{stem}.peak"] = int(self._peak[at, which])
-                stats[f"{stem}.allocated"] = int(self._gained[at, which])
-                stats[f"{stem}.freed"] = int(self._lost[at, which])
+                for kind, value in zip(_KINDS, self._sums[at, which], strict=True):
+                    stats[f"{name}.{pool}.{kind}"] = int(value)
+        for at, name in enumerate(("oversize_allocations", "oversize_segments")):
+            for kind, value in zip(_KINDS, self._oversize[at], strict=True):
+                stats[f"{name}.{kind}"] = int(value)
         return stats
 
     def current(self, name: str) -> int:
         """The present sum over all pools of one quantity."""
         self.fold()
-        return int(self._current[QUANTITIES.index(name), 0])
+        return int(self._sums[QUANTITIES.index(name), 0, 0])
 
     def reset_peaks(self) -> None:
         """Peaks start again from what is there now."""
         self.fold()
-        self._peak[:] = self._current
+        self._sums[..., 1] = self._sums[..., 0]
+        self._oversize[..., 1] = self._oversize[..., 0]
 
     def reset_accumulated(self) -> None:
         """The sums of all gains and losses start again from zero."""
         self.fold()
-        self._gained[:] = 0
-        self._lost[:] = 0
+        self._sums[..., 2:] = 0
+        self._oversize[..., 2:] = 0

@@ -64,6 +64,12 @@ class Policy:
         return False
 
     @property
+    def best_fit(self) -> bool:
+        """Whether the smallest block that is large enough serves, at the lowest address; the store
+        then asks the list itself and not `find`."""
+        return type(self).find is Policy.find
+
+    @property
     def retry_wait_s(self) -> float:
         """How long a failing request waits for a free by another thread."""
         return 0.0
@@ -76,10 +82,9 @@ class Policy:
         """0 for the small pool, 1 for the large one."""
         return 1
 
-    def find(self, store: Store, home: FreeList, request: Request) -> int | None:
-        """The address of the free block to use, or None. The default is best fit."""
-        found = home.find(request.size)
-        return None if found is None else found[1]
+    def find(self, store: Store, home: FreeList, size: int, freed_before: int | None) -> int | None:
+        """The address of the free block to use for ``size`` bytes, or None, unless `best_fit`."""
+        raise NotImplementedError
 
     def splits(self, index: int, whole: int, size: int) -> bool:
         """Whether ``size`` bytes are cut from a block of ``whole`` of pool ``index``."""

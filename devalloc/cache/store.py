@@ -87,12 +87,13 @@ class Store:
         self.segments: dict[int, Segment] = {}
         self.default = PoolSet((0, 0))
         self.privates: dict[tuple[int, int], PoolSet] = {}
-        self.ledger = rows.Ledger()
+        self.ledger = rows.Ledger(getattr(policy, "max_split_size", None))
         self.counts: Counter[str] = Counter()
         self.stamps: dict[int, int] = {}
         self.failure: OutOfMemory | None = None
         capabilities = getattr(source, "capabilities", None)
         self.shared = False
+        self._best_fit = policy.best_fit
         self.stream_ordered = bool(getattr(capabilities, "stream_ordered", False))
 
     # What the engine adds: streams, history -------------------------------------------------------
@@ -123,38 +124,45 @@ class Store:
 
     # Finding --------------------------------------------------------------------------------------
 
-    def find(self, request: Request) -> Block | None:
-        """Take a block from the free list of the request's stream, as the policy chooses."""
-        home = request.home
+    def find(
+        self, home: FreeList, size: int, nbytes: int, freed_before: int | None = None
+    ) -> Block | None:
+        """Take a block of ``size`` bytes from a free list, as the policy chooses."""
         home.pool.lookups += 1
-        found = self.policy.find(self, home, request)
-        if found is None:
-            return None
-        return self.carve(self.blocks[found], request)
+        if self._best_fit:
+            best = home.find(size)
+            found = None if best is None else best[1]
+        else:
+            found = self.policy.find(self, home, size, freed_before)
+        return None if found is None else self.carve(self.blocks[found], home, size, nbytes)
 
-    def carve(self, block: Block, request: Request) -> Block:
-        """Hand out a free block, or the part of it that the policy cuts off."""
-        size, home, index = request.size, block.home, request.index
-        whole = block.size
-        rest = whole - size
-        home.remove(whole, block.address)
+    def find_for(self, request: Request) -> Block | None:
+        """Take a block from the free list of the request's stream."""
+        return self.find(request.home, request.size, request.nbytes, request.freed_before)
+
+    def carve(self, block: Block, home: FreeList, size: int, nbytes: int) -> Block:
+        """Hand out a free block, or the part of it that the policy cuts off, to ``home``'s stream.
+
+        ``nbytes`` is what the caller asked for.
+        """
+        owner, whole = block.home, block.size
+        index = owner.pool.index
+        owner.remove(whole, block.address)
         divided = block.next is not None or block.prev is not None
         log = self.ledger.rows
         if divided:
             log.extend((whole | rows.SPLIT_OUT | index, 0))
-        if rest and self.policy.splits(index, whole, size):
-            if self.policy.takes_tail:
-                block = self._cut_tail(block, rest)
-            else:
-                self._cut_front(block, size)
-            log.extend((rest | rows.SPLIT_IN | index, 0))
+        if whole != size and self.policy.splits(index, whole, size):
+            rest = whole - size
+            block = self._cut(block, rest if self.policy.takes_tail else size)
+            log.extend((rest | rows.SPLIT_IN | index, 0, size | rows.MALLOC | index, nbytes))
+        else:
+            log.extend((whole | rows.MALLOC | index, nbytes))
         if self.stamps:
             self.stamps.pop(block.address, None)
-        if block.home.stream != request.stream:
-            block.home = request.home
+        block.home = home
         block.state = LIVE
-        block.requested = request.nbytes
-        log.extend((block.size | rows.MALLOC | index, request.nbytes))
+        block.requested = nbytes
         if len(log) > rows.FULL:
             self.ledger.fold()
         return block
@@ -171,9 +179,9 @@ class Store:
                 best, owner = found, other
         if best is not None and owner is not None:
             self.order(request.stream, owner.stream)
-            return self.carve(self.blocks[best[1]], request)
+            return self.carve(self.blocks[best[1]], request.home, request.size, request.nbytes)
         if self.adopt(pool, request.home):
-            return self.find(request)
+            return self.find_for(request)
         return None
 
     def adopt(self, pool: Pool, home: FreeList) -> bool:
@@ -196,33 +204,24 @@ class Store:
                     self.settle(self.blocks[address], ignore_stamps=True)
         return moved
 
-    def _cut_front(self, block: Block, size: int) -> None:
-        after = block.next
-        address = block.address + size
-        rest = Block(address, block.size - size, 0, FREE, block.home, block.segment, block, after)
-        block.size = size
-        block.next = rest
-        if after is not None:
-            after.prev = rest
-        self.blocks[address] = rest
-        self._inherit_stamp(block.address, address)
-        block.home.add(rest.size, address)
-
-    def _cut_tail(self, block: Block, rest: int) -> Block:
-        after = block.next
-        address = block.address + rest
-        tail = Block(address, block.size - rest, 0, FREE, block.home, block.segment, block, after)
-        block.size = rest
+    def _cut(self, block: Block, at: int) -> Block:
+        """Cut a free block, which is in no list, ``at`` bytes from its start; enter the part that
+        stays free and return the other."""
+        after, owner = block.next, block.home
+        address = block.address + at
+        tail = Block(address, block.size - at, 0, FREE, owner, block.segment, block, after)
+        block.size = at
         block.next = tail
         if after is not None:
             after.prev = tail
         self.blocks[address] = tail
-        block.home.add(rest, block.address)
-        return tail
-
-    def _inherit_stamp(self, old: int, new: int) -> None:
-        if old in self.stamps:
-            self.stamps[new] = self.stamps[old]
+        if self.stamps and block.address in self.stamps:
+            self.stamps[address] = self.stamps[block.address]
+        if self.policy.takes_tail:
+            owner.add(at, block.address)
+            return tail
+        owner.add(tail.size, address)
+        return block
 
     # Freeing --------------------------------------------------------------------------------------
 
@@ -235,7 +234,11 @@ class Store:
         log = self.ledger.rows
         log.extend((block.size | code | index, block.requested))
         block.state = FREE
-        block = self.merge(block)
+        before, after = block.prev, block.next
+        if (before is not None and before.state == FREE) or (
+            after is not None and after.state == FREE
+        ):
+            block = self.merge(block)
         if block.next is not None or block.prev is not None:
             log.extend((block.size | rows.SPLIT_IN | index, 0))
         block.home.add(block.size, block.address)
@@ -249,23 +252,26 @@ class Store:
         stamps = self.stamps
         if stamps and block.address in stamps and not ignore_stamps:
             return block
-        strict = bool(stamps) and not ignore_stamps
+        strict = stamps if not ignore_stamps else ()
+        # More than one on a side: what could not be merged because of a stamp, or of an owner.
         before = block.prev
-        if (
+        while (
             before is not None
             and before.state == FREE
             and before.home is home
-            and not (strict and before.address in stamps)
+            and before.address not in strict
         ):
             block = self._join(before, block, before)
+            before = block.prev
         after = block.next
-        if (
+        while (
             after is not None
             and after.state == FREE
             and after.home is home
-            and not (strict and after.address in stamps)
+            and after.address not in strict
         ):
             self._join(block, after, after)
+            after = block.next
         return block
 
     def settle(self, block: Block, ignore_stamps: bool) -> Block:
@@ -330,7 +336,7 @@ class Store:
         self.counts["num_device_alloc"] += 1
         self.ledger.rows.extend((nbytes | rows.SEGMENT_IN | request.index, 0))
         self.segment_changed(segment, "segment_alloc")
-        return self.carve(block, request)
+        return self.carve(block, home, request.size, request.nbytes)
 
     def _ask_source(self, nbytes: int, stream: int) -> int:
         source: Any = self.source

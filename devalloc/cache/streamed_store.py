@@ -40,6 +40,7 @@ class StreamedStore(Store):
         self.waiting: dict[int, int] = {}
         self.deferred: list[tuple[Block, set[int]]] = []
         self.captures = 0
+        self.closed = False
         self.callbacks: list[Callable[[], object]] = []
         self.free_noted: Callable[[], None] = lambda: None
         self._stamping = policy if isinstance(policy, BfcPolicy) and policy.timestamps else None
@@ -81,6 +82,8 @@ class StreamedStore(Store):
         pools = self.privates.get(block.home.pool.owner)
         if pools is not None and pools.uses == 0:
             self.release_unused(pools)
+        elif self.closed and block.segment.idle and self.may_release():
+            self.release(block.segment)
         elif self.policy.careful:
             self.policy.freed(self, block)
 

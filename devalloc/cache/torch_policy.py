@@ -96,6 +96,10 @@ class TorchPolicy(Policy):
     def careful(self) -> bool:
         return self.garbage_collection_threshold > 0
 
+    @property
+    def best_fit(self) -> bool:
+        return self.max_split_size is None
+
     def attach(self, store: Store) -> None:
         self._ages = {}
         if self.garbage_collection_threshold > 0 and store.limit is None:
@@ -114,14 +118,14 @@ class TorchPolicy(Policy):
     def pool_of(self, size: int) -> int:
         return 0 if size <= SMALL_MAX else 1
 
-    def find(self, store: Store, home: FreeList, request: Request) -> int | None:
-        found = home.find(request.size)
+    def find(self, store: Store, home: FreeList, size: int, freed_before: int | None) -> int | None:
+        found = home.find(size)
         if found is None:
             return None
         if self.max_split_size is not None:
-            if request.size < self.max_split_size <= found[0]:
+            if size < self.max_split_size <= found[0]:
                 return None
-            if request.size >= self.max_split_size and found[0] >= request.size + LARGE_SEGMENT:
+            if size >= self.max_split_size and found[0] >= size + LARGE_SEGMENT:
                 return None
         return found[1]
 
@@ -133,7 +137,7 @@ class TorchPolicy(Policy):
         )
 
     def miss(self, store: Store, request: Request) -> Block | None:
-        if store.ask_holders() and (block := store.find(request)) is not None:
+        if store.ask_holders() and (block := store.find_for(request)) is not None:
             return block
         if self.garbage_collection_threshold > 0 and store.may_release():
             self._collect(store)

@@ -28,6 +28,7 @@ class NumberSource:
     def __init__(self, capacity: int | None = None, failing: float = 0.0, seed: int = 0) -> None:
         self.capacity = capacity
         self.failing = failing
+        self.failures = 0
         self.random = random.Random(seed)
         self.live: dict[int, int] = {}
         self.asked: list[int] = []
@@ -41,6 +42,7 @@ class NumberSource:
     def allocate(self, nbytes: int) -> int:
         self.asked.append(nbytes)
         if self.random.random() < self.failing:
+            self.failures += 1
             raise OutOfMemory("injected")
         if self.capacity is not None and self.used + nbytes > self.capacity:
             raise OutOfMemory(f"the source has {self.capacity} bytes")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -46,8 +48,7 @@ class Machine(RuleBasedStateMachine):
     def malloc(self, nbytes: int, stream: int) -> None:
         try:
             address = self.cache.malloc(nbytes, stream)
-        except OutOfMemory as error:
-            assert "failed" in str(error)
+        except OutOfMemory:
             return
         if address == 0:
             assert nbytes == 0
@@ -109,16 +110,14 @@ class Machine(RuleBasedStateMachine):
         released = self.cache.empty_cache()
         assert self.source.used == before - released
         # It waited for all events.
-        self.used = [
-            entry for entry in self.used if self.streams.done.get(entry[2], 0) < entry[3]
-        ]
+        self.used = [entry for entry in self.used if self.streams.done.get(entry[2], 0) < entry[3]]
 
     @invariant()
     def holds(self) -> None:
         self.cache.audit()
         assert self.source.used == self.cache.reserved
         ordered = sorted((at, size) for at, (size, _) in self.live.items())
-        for (first, size), (second, _) in zip(ordered, ordered[1:], strict=False):
+        for (first, size), (second, _) in pairwise(ordered):
             assert first + size <= second
         stats = self.cache.stats()
         assert stats["allocation.all.current"] == len(self.live)

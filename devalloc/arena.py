@@ -1,0 +1,362 @@
+"""`Arena`: a caching allocator for one device, and tensors and heaps in its memory.
+
+A tensor's memory returns with the last reference to its storage, autograd's included: a weak
+reference to the storage object calls back. The references are held here, and hold the cache, so
+that an arena that nobody refers to lives on until its last tensor is gone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from devalloc.cache import Cache, Policy, PrivatePool
+from devalloc.errors import InvalidArgument, OutOfMemory
+from devalloc.sizes import format_size, parse_size
+from devalloc.sources import CudaSource, HostSource, Segment, Source
+
+if TYPE_CHECKING:
+    from devalloc.heap import Heap
+
+
+class TorchOutOfMemory(OutOfMemory, torch.OutOfMemoryError):
+    """`OutOfMemory` for code that expects PyTorch's error."""
+
+
+class _Owner(weakref.ref):
+    """A storage's end returns its block."""
+
+    __slots__ = ("address", "cache")
+
+    address: int
+    cache: Cache
+
+
+_OWNERS: set[_Owner] = set()
+
+
+def _storage_gone(owner: _Owner) -> None:
+    _OWNERS.discard(owner)
+    owner.cache.free(owner.address)
+
+
+class Block:
+    """A piece of an arena's memory: ``address``, and ``nbytes`` that may be used.
+
+    Made by `Arena.alloc`, given back by `Arena.free`.
+    """
+
+    __slots__ = ("__weakref__", "address", "arena", "nbytes")
+
+    def __init__(self, arena: Arena, address: int, nbytes: int) -> None:
+        self.arena = arena
+        self.address = address
+        self.nbytes = nbytes
+
+    def __repr__(self) -> str:
+        return f"<devalloc.Block {format_size(self.nbytes)} at {self.address:#x}>"
+
+
+class Arena:
+    """Memory of one device, cached, for tensors, blocks and heaps.
+
+    Parameters
+    ----------
+    device : torch.device, str or int, optional
+        Default: the source's device; the current CUDA device, or the CPU where there is none.
+    source : str or Source
+        ``"cuda"`` (cudaMalloc), ``"host"`` (host memory), or an object. Default: by the device.
+    policy : str or Policy
+        ``"torch"``, ``"tiny"``, ``"bfc"``, ``"auto_growth"``, or an object with options.
+    limit : int, str or float, optional
+        Most bytes taken from the source; a float is a fraction of the device's memory.
+    share_streams : bool
+        Reuse memory across streams, ordered by events: see `devalloc.cache.Cache`.
+
+    Raises
+    ------
+    InvalidArgument
+        For a device, source, policy or limit that cannot work.
+
+    Notes
+    -----
+    All methods may be called from any thread. Allocation and free wait for nothing unless memory
+    runs out; what is allocated belongs to the current stream, or to the one that is named.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        source: str | Source | None = None,
+        policy: str | Policy = "torch",
+        limit: int | str | float | None = None,
+        *,
+        share_streams: bool = False,
+    ) -> None:
+        self._source = _resolve_source(device, source)
+        self.device = self._source.device
+        self._cache = Cache(
+            self._source,
+            policy,
+            limit=_resolve_limit(limit, self.device),
+            share_streams=share_streams,
+        )
+        self._closed = False
+        # For an arena that is dropped without close(). Living tensors keep the cache.
+        weakref.finalize(self, self._cache.close).atexit = False
+
+    # Life -----------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Refuse new allocations and give back all memory that nobody uses.
+
+        Memory of living tensors, heaps and blocks goes back when they do. Waits for streams that
+        still use freed memory. Closing twice is harmless.
+        """
+        if not self._closed:
+            self._closed = True
+            self._cache.close()
+
+    def __enter__(self) -> Arena:
+        self._require_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self._cache.policy.name
+        reserved = format_size(self._cache.reserved)
+        return f"<devalloc.Arena on {self.device}, {state}, {reserved} reserved>"
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise InvalidArgument("the arena is closed")
+
+    # Allocating -----------------------------------------------------------------------------------
+
+    def empty(
+        self,
+        shape: int | Sequence[int],
+        dtype: torch.dtype | None = None,
+        *,
+        stream: int | None = None,
+    ) -> torch.Tensor:
+        """A tensor of uninitialised memory, as ``torch.empty``; contiguous.
+
+        The memory returns to the arena with the last reference to the tensor's storage: views and
+        what autograd saved count.
+
+        Parameters
+        ----------
+        shape : int or sequence of int
+        dtype : torch.dtype, optional
+            Default: torch's default dtype.
+        stream : int, optional
+            Handle of the stream that owns the memory; default: the current one.
+
+        Raises
+        ------
+        OutOfMemory
+            Also a ``torch.OutOfMemoryError``.
+        InvalidArgument
+            For a negative size, or a closed arena.
+        """
+        self._require_open()
+        dims = (shape,) if isinstance(shape, int) else tuple(shape)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if any(size < 0 for size in dims):
+            raise InvalidArgument(f"a shape has no negative sizes: {dims}")
+        nbytes = math.prod(dims) * dtype.itemsize
+        tensor = torch.empty(0, dtype=dtype, device=self.device)
+        if nbytes == 0:
+            return tensor.view(dims)
+        address = self._malloc(nbytes, stream)
+        storage = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
+        owner = _Owner(storage, _storage_gone)
+        owner.address = address
+        owner.cache = self._cache
+        _OWNERS.add(owner)
+        return tensor.set_(storage, 0, dims)  # type: ignore[call-overload]
+
+    def _malloc(self, nbytes: int, stream: int | None) -> int:
+        cache = self._cache
+        owner = cache.streams.current() if stream is None else stream
+        try:
+            return cache.malloc(nbytes, owner)
+        except OutOfMemory as error:
+            raise TorchOutOfMemory(str(error)) from error
+
+    def alloc(self, nbytes: int | str, stream: int | None = None) -> Block:
+        """A block of at least ``nbytes`` bytes, aligned to 256; errors as of `empty`."""
+        self._require_open()
+        size = parse_size(nbytes)
+        address = self._malloc(size, stream)
+        return Block(self, address, self._cache.size_of(address) if address else 0)
+
+    def free(self, block: Block) -> None:
+        """Give a block back.
+
+        Raises
+        ------
+        DoubleFree, InvalidFree
+            If it is not live; nothing has changed then.
+        InvalidArgument
+            If it is no block of this arena.
+        """
+        if not isinstance(block, Block) or block.arena is not self:
+            raise InvalidArgument(f"{block!r} is no block of {self!r}; free it where it came from")
+        self._cache.free(block.address)
+
+    def heap(self, capacity: int | str) -> Heap:
+        """A `devalloc.Heap` in the memory of this arena; it returns when the heap is closed and
+        its last tensor gone. The heap's device must be the arena's."""
+        from devalloc.heap import Heap
+
+        self._require_open()
+        return Heap(capacity, device=self.device, source=_ArenaSource(self))
+
+    def record_stream(self, what: torch.Tensor | Block, stream: torch.cuda.Stream | int) -> None:
+        """Say that ``stream`` uses a tensor's memory or a block too.
+
+        When it is freed, the memory becomes available once ``stream`` has done what is queued there
+        by then. ``Tensor.record_stream`` does nothing for memory that PyTorch does not own.
+
+        Raises
+        ------
+        InvalidArgument
+            If the memory is not a live allocation of this arena.
+        """
+        handle = stream if isinstance(stream, int) else stream.cuda_stream
+        if isinstance(what, Block):
+            if what.arena is not self:
+                raise InvalidArgument(f"{what!r} is no block of {self!r}")
+            address = what.address
+        else:
+            address = what.untyped_storage().data_ptr()
+        if address:
+            self._cache.record_stream(address, handle)
+
+    # Graphs ---------------------------------------------------------------------------------------
+
+    def graph_pool(self) -> PrivatePool:
+        """Memory for one CUDA graph, or several that share it: see `capture`."""
+        self._require_open()
+        return self._cache.private_pool()
+
+    def capture(self, pool: PrivatePool) -> AbstractContextManager[None]:
+        """Around a capture: this thread's allocations come from ``pool``.
+
+        Meanwhile nothing is queried, waited for, or given back to the source. The pool keeps its
+        memory until its last `PrivatePool.release`.
+        """
+        self._require_open()
+        return self._cache.route(pool, capture=True)
+
+    # Upkeep and reports ---------------------------------------------------------------------------
+
+    @property
+    def cache(self) -> Cache:
+        """The engine, for everything that is not here: history, limits, callbacks, streams."""
+        return self._cache
+
+    def set_limit(self, limit: int | str | float | None) -> None:
+        """Change the limit; InvalidArgument if it is below what is in use."""
+        self._cache.set_limit(_resolve_limit(limit, self.device))
+
+    def empty_cache(self) -> int:
+        """Give all idle memory back to the source; bytes. Waits for pending frees."""
+        return self._cache.empty_cache()
+
+    def stats(self) -> dict[str, int]:
+        """Statistics under the names of ``torch.cuda.memory_stats``."""
+        return self._cache.stats()
+
+    def snapshot(self) -> dict[str, object]:
+        """In the format of ``torch.cuda.memory._snapshot``; plain types, ready to pickle."""
+        return self._cache.snapshot()
+
+
+class _ArenaSource:
+    """An arena as the source of a heap."""
+
+    granularity = 256
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self.device = arena.device
+        self.capabilities = getattr(arena._source, "capabilities", None)
+
+    def allocate(self, nbytes: int, stream: int | None = None) -> int:
+        return self._arena._malloc(nbytes, stream)
+
+    def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        self._arena._cache.free(address)
+
+    def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
+        return self._arena._source.view(segment, offset, nbytes)
+
+
+_SOURCES: dict[str, Callable[[torch.device], Source]] = {
+    "cuda": CudaSource,
+    "host": lambda device: HostSource(),
+}
+
+
+def _resolve_source(device: torch.device | str | int | None, source: str | Source | None) -> Source:
+    if source is not None and not isinstance(source, str):
+        if device is not None and torch.device(device) != source.device:
+            raise InvalidArgument(f"the source is on {source.device}, not on {device}")
+        return source
+    try:
+        wanted = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise InvalidArgument(f"no such device: {device!r}") from error
+    if source is None:
+        cuda = torch.cuda.is_available() if wanted is None else wanted.type == "cuda"
+        source = "cuda" if cuda else "host"
+    if source not in _SOURCES:
+        raise InvalidArgument(f"unknown source {source!r}; there are {', '.join(_SOURCES)}")
+    kind = "cpu" if source == "host" else "cuda"
+    if wanted is not None and wanted.type != kind:
+        raise InvalidArgument(f"the source {source!r} has no memory on {wanted}")
+    if kind == "cpu":
+        return _SOURCES[source](torch.device("cpu"))
+    if not torch.cuda.is_available():
+        raise InvalidArgument('no CUDA device is available; use source="host" on this machine')
+    index = torch.cuda.current_device() if wanted is None or wanted.index is None else wanted.index
+    if index >= torch.cuda.device_count():
+        raise InvalidArgument(f"no such device: {wanted}; there are {torch.cuda.device_count()}")
+    return _SOURCES[source](torch.device("cuda", index))
+
+
+def _resolve_limit(limit: int | str | float | None, device: torch.device) -> int | None:
+    if limit is None:
+        return None
+    if not isinstance(limit, float):
+        return parse_size(limit)
+    if not 0 < limit <= 1:
+        raise InvalidArgument(f"a limit that is a fraction lies over 0 and up to 1, not {limit}")
+    return int(limit * _device_memory(device))
+
+
+def _device_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

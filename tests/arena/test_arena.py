@@ -1,0 +1,330 @@
+"""`Arena` on host memory: tensors whose memory returns by itself, blocks, heaps, bad input."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import devalloc
+from devalloc import Arena, DoubleFree, InvalidArgument, OutOfMemory
+from devalloc.cache import BfcPolicy
+from devalloc.sources import HostSource
+from tests.arena.support import MIB, NumberSource
+from tests.conftest import ON_GPU
+
+
+@pytest.fixture
+def arena() -> Arena:
+    return Arena(source="host")
+
+
+def live(arena: Arena) -> int:
+    return arena.stats()["allocation.all.current"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8, torch.bool])
+@pytest.mark.parametrize("shape", [7, (3, 5), (2, 3, 4), ()])
+def test_tensors(arena: Arena, dtype: torch.dtype, shape: int | tuple[int, ...]) -> None:
+    tensor = arena.empty(shape, dtype)
+    assert tensor.dtype == dtype
+    assert tensor.shape == torch.empty(shape).shape
+    assert tensor.is_contiguous()
+    tensor.fill_(1)
+    assert (tensor == 1).all()
+    address = tensor.untyped_storage().data_ptr()
+    assert address % 256 == 0
+    del tensor
+    assert live(arena) == 0
+    assert arena.empty(shape, dtype).data_ptr() == address
+
+
+def test_tensors_without_elements(arena: Arena) -> None:
+    assert arena.empty((0, 3)).shape == (0, 3)
+    assert live(arena) == 0
+
+
+def test_the_default_dtype(arena: Arena) -> None:
+    assert arena.empty(2).dtype == torch.get_default_dtype()
+
+
+def test_views_keep_the_memory(arena: Arena) -> None:
+    tensor = arena.empty((4, 4))
+    view = tensor.view(-1)[3:5]
+    del tensor
+    assert live(arena) == 1
+    del view
+    assert live(arena) == 0
+
+
+def test_autograd_keeps_the_memory(arena: Arena) -> None:
+    inner = arena.empty(1000).fill_(3.0)
+    weight = torch.ones(1000, requires_grad=True)
+    result = (weight * inner).sum()
+    del inner
+    assert live(arena) == 1, "saved for the backward pass"
+    result.backward()
+    assert (weight.grad == 3).all()
+    del result
+    assert live(arena) == 0
+
+
+def test_memory_returns_from_another_thread(arena: Arena) -> None:
+    held = [arena.empty(1000)]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert live(arena) == 0
+
+
+def test_a_dropped_arena_lives_until_its_last_tensor() -> None:
+    source = CountingHost()
+    arena = Arena(source=source)
+    tensor = arena.empty(1000).fill_(5)
+    del arena
+    gc.collect()
+    assert source.out == 1
+    assert tensor.sum() == 5000
+    del tensor
+    assert source.out == 0
+
+
+class CountingHost(HostSource):
+    out = 0
+
+    def allocate(self, nbytes: int) -> int:
+        self.out += 1
+        return super().allocate(nbytes)
+
+    def free(self, address: int, nbytes: int) -> None:
+        self.out -= 1
+        super().free(address, nbytes)
+
+
+def test_closing_gives_back_what_nobody_uses() -> None:
+    source = CountingHost()
+    with Arena(source=source) as arena:
+        tensor = arena.empty(5 * MIB, torch.int8)
+        arena.empty(100)
+        assert source.out == 2
+    assert arena.closed
+    assert source.out == 1
+    assert tensor.fill_(2).sum(dtype=torch.int64) == 10 * MIB
+    del tensor
+    assert source.out == 0
+    arena.close()
+
+
+def test_blocks(arena: Arena) -> None:
+    block = arena.alloc("1KiB")
+    assert block.nbytes == 1024
+    assert block.address % 256 == 0
+    arena.free(block)
+    with pytest.raises(DoubleFree):
+        arena.free(block)
+    empty = arena.alloc(0)
+    assert (empty.address, empty.nbytes) == (0, 0)
+    arena.free(empty)
+
+
+@pytest.mark.skipif(ON_GPU, reason="compiled kernels cannot use host memory")
+def test_a_heap_in_an_arena(arena: Arena) -> None:
+    with arena.heap("1MiB") as heap:
+        assert live(arena) == 2, "data and control block"
+        addresses = heap.malloc([1000, 70_000])
+        assert (addresses != 0).all()
+        heap.tensor(int(addresses[0]), 1000, torch.uint8).fill_(7)
+        heap.free(addresses)
+        heap.audit()
+    gc.collect()
+    assert live(arena) == 0
+
+
+@pytest.mark.skipif(ON_GPU, reason="compiled kernels cannot use host memory")
+def test_a_heap_that_does_not_fit(arena: Arena) -> None:
+    arena.set_limit("4MiB")
+    with pytest.raises(OutOfMemory):
+        arena.heap("64MiB")
+    gc.collect()
+    assert live(arena) == 0
+
+
+def test_running_out_is_torchs_error_too(arena: Arena) -> None:
+    arena.set_limit(30 * MIB)
+    for call in (lambda: arena.empty(40 * MIB), lambda: arena.alloc(40 * MIB)):
+        with pytest.raises(torch.OutOfMemoryError, match=r"aise (it|the limit)") as caught:
+            call()
+        assert isinstance(caught.value, OutOfMemory)
+        assert isinstance(caught.value, MemoryError)
+
+
+def test_limits() -> None:
+    arena = Arena(source="host", limit="30MiB")
+    tensor = arena.empty(20 * MIB, torch.int8)
+    before = arena.snapshot()
+    with pytest.raises(InvalidArgument, match="below the 20 MiB"):
+        arena.set_limit(10 * MIB)
+    assert arena.snapshot() == before
+    assert arena.cache.limit == 30 * MIB
+    del tensor
+    arena.set_limit(10 * MIB)
+    assert arena.cache.reserved == 0, "what was cached above it went back"
+    share = Arena(source="host", limit=0.5).cache.limit
+    assert share is not None
+    assert share > 100 * MIB
+
+
+def test_record_stream_finds_the_tensors_block() -> None:
+    arena = Arena(source="host")
+    tensor = arena.empty(1000)
+    arena.record_stream(tensor[5:], 7)
+    assert arena.cache._store.uses == {tensor.data_ptr(): {7}}
+    block = arena.alloc(10)
+    arena.record_stream(block, 7)
+    del tensor
+    arena.free(block)
+    assert arena.empty_cache() == 2 * MIB
+    with pytest.raises(InvalidArgument, match="no allocation"):
+        arena.record_stream(torch.empty(5), 7)
+
+
+def test_captures_use_the_graphs_pool(arena: Arena) -> None:
+    with arena.graph_pool() as pool:
+        with arena.capture(pool):
+            tensor = arena.empty(100)
+        (segment,) = arena.snapshot()["segments"]  # type: ignore[misc]
+        assert segment["segment_pool_id"] == pool.id
+        del tensor
+        assert arena.empty_cache() == 0
+    assert arena.cache.reserved == 0
+
+
+BAD: list[tuple[str, Callable[[Arena], object]]] = [
+    ("negative shape", lambda arena: arena.empty((2, -1))),
+    ("negative size", lambda arena: arena.alloc(-1)),
+    ("size of another type", lambda arena: arena.alloc(1.5)),  # type: ignore[arg-type]
+    ("size beyond addresses", lambda arena: arena.cache.malloc(1 << 62)),
+    ("negative size for the engine", lambda arena: arena.cache.malloc(-1)),
+    ("bool for the engine", lambda arena: arena.cache.malloc(True)),
+    ("text for the engine", lambda arena: arena.cache.malloc("1")),  # type: ignore[arg-type]
+    ("foreign block", lambda arena: arena.free(Arena(source="host").alloc(1))),
+    ("no block", lambda arena: arena.free(17)),  # type: ignore[arg-type]
+    ("address of another type", lambda arena: arena.cache.free("x")),  # type: ignore[arg-type]
+    ("negative limit", lambda arena: arena.set_limit(-1)),
+    ("fraction over one", lambda arena: arena.set_limit(1.5)),
+    ("heap without a page", lambda arena: arena.heap(10)),
+]
+
+
+@pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in BAD])
+def test_bad_input_changes_nothing(arena: Arena, call: Callable[[Arena], object]) -> None:
+    tensor = arena.empty(1000)
+    before = arena.snapshot()
+    with pytest.raises(InvalidArgument):
+        call(arena)
+    assert arena.snapshot() == before
+    arena.cache.audit()
+    del tensor
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"source": "none"},
+        {"source": "host", "policy": "none"},
+        {"source": "host", "device": "cuda"},
+        {"source": "cuda", "device": "cpu"},
+        {"source": HostSource(), "device": "cuda:0"},
+        {"device": "nonsense"},
+        {"source": "host", "limit": 0.0},
+        {"source": "host", "policy": BfcPolicy(growth=False)},
+    ],
+    ids=str,
+)
+def test_bad_arenas(options: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument):
+        Arena(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_cuda_device_says_what_to_do() -> None:
+    with pytest.raises(InvalidArgument, match='source="host"'):
+        Arena(source="cuda")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda arena: arena.empty(1),
+        lambda arena: arena.alloc(1),
+        lambda arena: arena.heap("1MiB"),
+        lambda arena: arena.graph_pool(),
+        lambda arena: arena.__enter__(),
+    ],
+)
+def test_closed_arenas_refuse(arena: Arena, call: Callable[[Arena], object]) -> None:
+    arena.close()
+    with pytest.raises(InvalidArgument, match="closed"):
+        call(arena)
+
+
+def test_crooked_sources_are_refused() -> None:
+    source = NumberSource()
+    source.granularity = 64
+    with pytest.raises(InvalidArgument, match="64 B"):
+        devalloc.Arena(source=source)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["tiny", "torch", "bfc", "auto_growth"])
+def test_on_the_gpu_a_stolen_block_is_never_overwritten_early(policy: str) -> None:
+    """A long kernel on one stream writes; the memory is freed and taken on another stream."""
+    for share in (False, True):
+        with Arena(policy=policy, share_streams=share) as arena:
+            side = torch.cuda.Stream()
+            for step in range(20):
+                with torch.cuda.stream(side):
+                    tensor = arena.empty(1 << 20, torch.int32)
+                    torch.cuda._sleep(2_000_000)
+                    tensor.fill_(-1)
+                    del tensor
+                taken = arena.empty(1 << 20, torch.int32).fill_(step)
+                torch.cuda.synchronize()
+                assert (taken == step).all()
+                recorded = taken
+                arena.record_stream(recorded, side)
+                with torch.cuda.stream(side):
+                    torch.cuda._sleep(2_000_000)
+                    copy = recorded.clone()
+                del recorded, taken
+                again = arena.empty(1 << 20, torch.int32).fill_(-2)
+                torch.cuda.synchronize()
+                assert (copy == step).all()
+                del again
+            arena.cache.audit()
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_a_graph_with_arena_memory_replays() -> None:
+    with Arena() as arena:
+        pool = arena.graph_pool()
+        data = torch.zeros(1 << 16, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), arena.capture(pool):
+            inner = arena.empty(1 << 16)
+            inner.copy_(data)
+            inner.add_(1)
+            data.copy_(inner)
+            del inner
+        others = [arena.empty(1 << 16).fill_(9) for _ in range(50)]
+        for _ in range(1000):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert (data == 1000).all()
+        assert all((other == 9).all() for other in others)
+        del others, graph
+        pool.release()
+        arena.cache.audit()

@@ -1,0 +1,193 @@
+"""Statistics, history, snapshots, errors."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch.cuda import _memory_viz
+
+from devalloc import InvalidArgument, OutOfMemory
+from devalloc.cache import Cache
+from tests.arena.support import KIB, MIB, FakeStreams, NumberSource, cache
+
+
+def test_statistics_by_hand() -> None:
+    engine, _ = cache("torch")
+    small, large = engine.malloc(1000), engine.malloc(3 * MIB)
+    stats = engine.stats()
+    assert stats["allocated_bytes.all.current"] == 1024 + 3 * MIB
+    assert stats["requested_bytes.small_pool.current"] == 1000
+    assert stats["reserved_bytes.large_pool.current"] == 20 * MIB
+    assert stats["inactive_split.all.current"] == 2
+    assert stats["inactive_split_bytes.all.current"] == 22 * MIB - 1024 - 3 * MIB
+    assert stats["num_device_alloc"] == stats["segment.all.current"] == 2
+    engine.free(large)
+    stats = engine.stats()
+    assert stats["inactive_split.large_pool.current"] == 0, "the whole segment is free"
+    assert stats["allocated_bytes.all.peak"] == 1024 + 3 * MIB
+    assert stats["allocated_bytes.large_pool.allocated"] == 3 * MIB
+    assert stats["allocated_bytes.large_pool.freed"] == 3 * MIB
+    assert stats["allocation.all.current"] == 1
+    engine.reset_peaks()
+    engine.reset_accumulated()
+    stats = engine.stats()
+    assert stats["allocated_bytes.all.peak"] == 1024
+    assert stats["allocation.all.allocated"] == stats["num_device_alloc"] == 0
+    engine.free(small)
+
+
+def test_statistics_have_pytorchs_names() -> None:
+    engine, _ = cache("torch")
+    names = set(engine.stats())
+    for stem in (
+        "allocation", "segment", "active", "inactive_split", "allocated_bytes",
+        "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes",
+    ):  # fmt: skip
+        for pool in ("all", "small_pool", "large_pool"):
+            for kind in ("current", "peak", "allocated", "freed"):
+                assert f"{stem}.{pool}.{kind}" in names
+    for stem in ("oversize_allocations", "oversize_segments"):
+        assert f"{stem}.peak" in names
+    assert {"num_alloc_retries", "num_ooms", "num_sync_all_streams"} <= names
+
+
+def test_peaks_are_exact_over_many_foldings() -> None:
+    engine, _ = cache("torch")
+    now = peak = 0
+    live: list[tuple[int, int]] = []
+    for step in range(40_000):
+        if step % 7 < 4:
+            size = 512 * (1 + step * 31 % 97)
+            live.append((engine.malloc(size), size))
+            now += size
+            peak = max(peak, now)
+        elif live:
+            address, size = live.pop(step * 17 % len(live))
+            engine.free(address)
+            now -= size
+        if len(live) > 300:
+            for address, size in live[:200]:
+                engine.free(address)
+                now -= size
+            del live[:200]
+    stats = engine.stats()
+    # The smallest remainder that is split off is 512 B, so small blocks are exactly as asked for.
+    assert stats["requested_bytes.all.current"] == now
+    assert stats["requested_bytes.all.peak"] == peak
+    assert stats["allocated_bytes.all.peak"] == peak
+
+
+def history_of(engine: Cache) -> list[str]:
+    (trace,) = engine.snapshot()["device_traces"]  # type: ignore[misc]
+    return [entry["action"] for entry in trace]
+
+
+def test_history() -> None:
+    engine, _ = cache("torch", limit=30 * MIB)
+    engine.free(engine.malloc(512))
+    engine.empty_cache()
+    engine.record_history("all", max_entries=100)
+    block = engine.malloc(3 * MIB)
+    engine.free(block)
+    with pytest.raises(OutOfMemory):
+        engine.malloc(50 * MIB)
+    assert history_of(engine) == [
+        "segment_alloc", "alloc", "free_requested", "free_completed", "segment_free", "oom",
+        "snapshot",
+    ]  # fmt: skip
+    engine.record_history(None)
+    engine.malloc(512)
+    assert len(history_of(engine)) == 7, "nothing is added, nothing lost"
+
+
+def test_history_has_the_callers_stack() -> None:
+    engine, _ = cache("torch")
+    engine.record_history("state")
+
+    def a_function_of_the_user() -> int:
+        return engine.malloc(512)
+
+    a_function_of_the_user()
+    snapshot = engine.snapshot()
+    assert snapshot["device_traces"] == [[]]
+    (segment,) = snapshot["segments"]  # type: ignore[misc]
+    frame = segment["blocks"][0]["frames"][0]
+    assert frame["name"] == "a_function_of_the_user"
+    assert frame["filename"] == __file__
+    assert segment["frames"][0]["name"] == "a_function_of_the_user"
+
+
+def test_history_keeps_the_newest() -> None:
+    engine, _ = cache("torch")
+    engine.record_history("all", max_entries=3, stacks=False)
+    for _ in range(5):
+        engine.free(engine.malloc(512))
+    assert history_of(engine) == ["free_requested", "free_completed", "snapshot"]
+    with pytest.raises(InvalidArgument):
+        engine.record_history("some")
+
+
+def make_snapshot() -> dict[str, object]:
+    streams = FakeStreams()
+    engine = Cache(NumberSource(), "torch", streams=streams)
+    engine.record_history("all")
+    blocks = [engine.malloc(size, stream=1) for size in (1000, 3 * MIB, 5 * MIB, 30 * MIB)]
+    engine.record_stream(blocks[1], 2)
+    engine.free(blocks[1])
+    engine.free(blocks[3])
+    return engine.snapshot()
+
+
+def test_snapshots_obey_the_format() -> None:
+    snapshot = pickle.loads(pickle.dumps(make_snapshot(), protocol=4))
+    states = set()
+    for segment in snapshot["segments"]:
+        end = segment["address"]
+        for block in segment["blocks"]:
+            assert block["address"] == end
+            end += block["size"]
+            states.add(block["state"])
+        assert end == segment["address"] + segment["total_size"]
+    assert states == {"active_allocated", "active_pending_free", "inactive"}
+
+
+def test_torchs_own_functions_read_snapshots() -> None:
+    snapshot = make_snapshot()
+    text = _memory_viz.segsum(snapshot)
+    assert "total_reserved: 52.0MiB" in text, text
+    trace = _memory_viz.trace(snapshot)
+    assert "= cudaMalloc(" in trace
+    assert "11 entries" in trace
+    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
+        assert "add_local_files(local_files" in plot(snapshot)
+
+
+def test_running_out_says_how_much_where_and_what_to_do() -> None:
+    engine, _ = cache("torch", limit=24 * MIB)
+    keep = [engine.malloc(5 * MIB, stream=1) for _ in range(4)]
+    engine.free(keep[0])
+    engine.free(keep[2])
+    with pytest.raises(OutOfMemory) as caught:
+        engine.malloc(6 * MIB, stream=1)
+    text = str(caught.value)
+    for part in (
+        "alloc of 6 MiB on stream 1 failed", "20 MiB are reserved in 1 segments",
+        "a limit of 24 MiB", "10 MiB of them allocated, 10 MiB free",
+        "the largest free block that this request may take is 5 MiB", "fragmentation 50 %",
+        "keep sizes apart", "Free neighbouring blocks", "raise the limit of 24 MiB",
+    ):  # fmt: skip
+        assert part in text, (part, text)
+    with pytest.raises(OutOfMemory, match="set share_streams=True"):
+        engine.malloc(5 * MIB, stream=2)
+    with pytest.raises(OutOfMemory, match="larger than the limit: raise it"):
+        engine.malloc(25 * MIB)
+    assert not isinstance(caught.value, torch.OutOfMemoryError)
+
+
+def test_the_sources_words_are_passed_on() -> None:
+    engine, _ = cache("torch", capacity=64 * KIB)
+    with pytest.raises(OutOfMemory, match="the source said: the source has 65536 bytes"):
+        engine.malloc(512)
+    engine.audit()

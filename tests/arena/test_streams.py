@@ -1,0 +1,230 @@
+"""Streams, events, captures: C2 by its cases."""
+
+from __future__ import annotations
+
+import pytest
+
+from devalloc import InvalidArgument, OutOfMemory
+from devalloc.cache import Cache
+from tests.arena.support import MIB, FakeStreams, NumberSource
+
+
+@pytest.fixture
+def streams() -> FakeStreams:
+    return FakeStreams()
+
+
+@pytest.fixture
+def source() -> NumberSource:
+    return NumberSource()
+
+
+@pytest.fixture
+def engine(source: NumberSource, streams: FakeStreams) -> Cache:
+    return Cache(source, "torch", streams=streams)
+
+
+def test_a_recorded_stream_defers_the_free(engine: Cache, streams: FakeStreams) -> None:
+    block = engine.malloc(30 * MIB, stream=1)
+    for user in (1, 2, 3, 3):
+        engine.record_stream(block, user)
+    engine.free(block)
+    assert sorted(streams.queued) == [2, 3], "one event for each stream but the owner"
+    stats = engine.stats()
+    assert stats["allocation.all.current"] == 0
+    assert stats["active_bytes.all.current"] == 30 * MIB
+    streams.advance(2)
+    assert engine.malloc(30 * MIB, stream=1) != block
+    streams.advance(3)
+    assert engine.malloc(30 * MIB, stream=1) == block
+    engine.audit()
+
+
+def test_the_own_stream_is_ignored(engine: Cache, streams: FakeStreams) -> None:
+    block = engine.malloc(30 * MIB, stream=1)
+    engine.record_stream(block, 1)
+    engine.free(block)
+    assert streams.queued == {}
+    assert engine.malloc(30 * MIB, stream=1) == block
+
+
+def test_running_out_waits_for_events(streams: FakeStreams) -> None:
+    engine = Cache(NumberSource(capacity=30 * MIB), "torch", streams=streams)
+    block = engine.malloc(30 * MIB)
+    engine.record_stream(block, 2)
+    engine.free(block)
+    engine.malloc(30 * MIB)
+    assert streams.done == {2: 1}
+    assert engine.stats()["num_sync_all_streams"] == 1
+
+
+def test_sharing_takes_the_best_block_of_another_stream_in_order(streams: FakeStreams) -> None:
+    source = NumberSource()
+    engine = Cache(source, "torch", streams=streams, share_streams=True)
+    blocks = [engine.malloc(size * MIB, stream=at) for at, size in ((1, 40), (2, 30))]
+    for block in blocks:
+        engine.free(block)
+    assert engine.malloc(30 * MIB, stream=3) == blocks[1]
+    assert streams.waits == [(3, 2)]
+    assert engine.malloc(40 * MIB, stream=1) == blocks[0]
+    assert streams.waits == [(3, 2)], "its own needs no wait"
+    engine.free(blocks[1])
+    assert engine.malloc(30 * MIB, stream=3) == blocks[1], "what was taken is owned by the taker"
+    assert len(source.asked) == 2
+
+
+def test_sharing_merges_what_several_streams_own(streams: FakeStreams) -> None:
+    source = NumberSource()
+    engine = Cache(source, "torch", streams=streams, share_streams=True)
+    engine.free(engine.malloc(20 * MIB, stream=1))
+    blocks = [engine.malloc(10 * MIB - 512, stream=at) for at in (1, 2)]
+    assert len(source.asked) == 1
+    for block in blocks:
+        engine.free(block)
+    streams.waits.clear()
+    assert engine.malloc(20 * MIB, stream=3) == blocks[0]
+    assert sorted(streams.waits) == [(3, 1), (3, 2)]
+    assert len(source.asked) == 1
+
+
+def test_a_forgotten_stream_leaves_its_memory(engine: Cache, streams: FakeStreams) -> None:
+    cached, live = engine.malloc(30 * MIB, stream=5), engine.malloc(40 * MIB, stream=5)
+    other = engine.malloc(50 * MIB, stream=6)
+    engine.record_stream(other, 5)
+    engine.free(other)
+    engine.free(cached)
+    engine.forget_stream(5)
+    engine.audit()
+    assert engine.malloc(30 * MIB, stream=0) == cached
+    assert engine.malloc(50 * MIB, stream=6) == other, "its events have happened"
+    engine.free(live)
+    assert engine.malloc(40 * MIB, stream=0) == live
+    with pytest.raises(InvalidArgument):
+        engine.forget_stream(0)
+
+
+def test_captures_query_and_release_nothing(
+    engine: Cache, source: NumberSource, streams: FakeStreams
+) -> None:
+    pending, cached = engine.malloc(30 * MIB), engine.malloc(40 * MIB)
+    engine.record_stream(pending, 2)
+    engine.free(pending)
+    engine.free(cached)
+    streams.advance(2)
+    outside = engine.malloc(50 * MIB)
+    engine.record_stream(outside, 2)
+    pool = engine.private_pool()
+    with engine.route(pool, capture=True):
+        streams.in_capture = True
+        inside = engine.malloc(40 * MIB)
+        assert inside != cached, "a graph's memory is its own"
+        assert streams.relaxed == 1
+        engine.free(inside)
+        assert engine.malloc(40 * MIB) == inside, "inside, inside: reused in the capture"
+        engine.free(outside)
+        assert engine.empty_cache() == 0
+        source.capacity = source.used
+        with pytest.raises(OutOfMemory, match="before the capture"):
+            engine.malloc(90 * MIB)
+        engine.audit()
+        streams.in_capture = False
+    assert source.freed == []
+    source.capacity = None
+    assert engine.malloc(50 * MIB) != outside, "its event is recorded after the capture"
+    streams.advance(2)
+    assert engine.malloc(50 * MIB) == outside
+    engine.free(inside)
+    assert engine.malloc(40 * MIB) == cached, "inside, outside: back to the private pool"
+
+
+def test_a_block_freed_in_a_capture_waits_for_its_end(engine: Cache, streams: FakeStreams) -> None:
+    block = engine.malloc(30 * MIB)
+    with engine.private_pool() as pool, engine.route(pool, capture=True):
+        engine.free(block)
+        with engine.route(engine.private_pool(), accepts=lambda stream: stream == 9):
+            assert engine.stats()["active.all.current"] == 1
+    assert engine.malloc(30 * MIB) == block
+
+
+def test_a_private_pool_lives_as_long_as_its_graphs(engine: Cache, source: NumberSource) -> None:
+    pool = engine.private_pool()
+    with engine.route(pool, capture=True):
+        engine.free(engine.malloc(30 * MIB))
+        kept = engine.malloc(512)
+    pool.retain()
+    pool.release()
+    engine.empty_cache()
+    assert source.freed == [], "one graph still uses it"
+    pool.release()
+    assert source.freed == [30 * MIB], "what is idle goes at once"
+    engine.free(kept)
+    assert source.freed == [30 * MIB, 2 * MIB], "the rest with its last block"
+    engine.audit()
+    for call in (pool.retain, pool.release):
+        with pytest.raises(InvalidArgument, match="released"):
+            call()
+
+
+def test_graphs_share_a_pool(engine: Cache, source: NumberSource) -> None:
+    pool = engine.private_pool()
+    with engine.route(pool, capture=True):
+        block = engine.malloc(30 * MIB)
+        engine.free(block)
+    with engine.route(pool, capture=True):
+        assert engine.malloc(30 * MIB) == block
+    ids = {segment["segment_pool_id"] for segment in engine.snapshot()["segments"]}  # type: ignore
+    assert ids == {pool.id}
+
+
+def test_routes_by_stream(engine: Cache) -> None:
+    pool = engine.private_pool()
+    with engine.route(pool, accepts=lambda stream: stream == 4):
+        engine.malloc(30 * MIB, stream=4)
+        engine.malloc(30 * MIB, stream=5)
+    ids = [segment["segment_pool_id"] for segment in engine.snapshot()["segments"]]  # type: ignore
+    assert sorted(ids) == [(0, 0), pool.id]
+
+
+def test_routes_by_thread(engine: Cache) -> None:
+    import threading
+
+    pool = engine.private_pool()
+    with engine.route(pool):
+        thread = threading.Thread(target=engine.malloc, args=(30 * MIB,))
+        thread.start()
+        thread.join()
+    ids = [segment["segment_pool_id"] for segment in engine.snapshot()["segments"]]  # type: ignore
+    assert ids == [(0, 0)]
+
+
+class StreamOrdered(NumberSource):
+    """Wants the stream with every call."""
+
+    class capabilities:
+        stream_ordered = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def allocate(self, nbytes: int, stream: int | None = None) -> int:
+        assert stream is not None
+        self.calls.append(("allocate", stream))
+        return super().allocate(nbytes)
+
+    def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        assert stream is not None
+        self.calls.append(("free", stream))
+        super().free(address, nbytes)
+
+
+def test_a_stream_ordered_source_gets_the_stream(streams: FakeStreams) -> None:
+    source = StreamOrdered()
+    engine = Cache(source, "torch", streams=streams, share_streams=True)
+    block = engine.malloc(30 * MIB, stream=3)
+    engine.free(block)
+    engine.free(engine.malloc(30 * MIB, stream=4))
+    streams.waits.clear()
+    engine.empty_cache()
+    assert source.calls == [("allocate", 3), ("free", 3)]
+    assert (3, 4) in streams.waits, "the free is behind the other stream's work"
