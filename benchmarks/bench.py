@@ -54,7 +54,7 @@ class Bench:
         self.cuda = cuda
         self.clock: Clock = clock_for(device)
         self.oom_heap_bytes = plan.MIB if self.interpreted else plan.OOM_HEAP_BYTES
-        self.fill_slots = 4096 if self.interpreted else plan.FILL_SLOTS
+        self.fill_slots = 1024 if self.interpreted else plan.FILL_SLOTS
         self._heap: devalloc.Heap | None = None
         self._other: torch.Tensor | None = None
 

@@ -3,8 +3,8 @@
     devalloc bench order                 # rows go to benchmarks/results/order/
 
 One program alone shows latency: microseconds per turn of a loop in which each atomic waits for the
-one before. Names of rows: ``vector-relaxed-512`` is kernel, order and turns; ``lanes`` and
-``warps`` are columns (128 lanes of one warp are four elements per thread); ``-fenced`` has the
+one before. Names of rows: ``vector-relaxed-512-1`` is kernel, order, turns and programs; ``lanes``
+and ``warps`` are columns (128 lanes of one warp are four elements per thread); ``-fenced`` has the
 heap's fence after each atomic. Every row checks first that no addition was lost.
 """
 
@@ -107,7 +107,7 @@ def measure(case: Case, device: torch.device, turns: int, rounds: int) -> dict[s
     if not samples.values:
         raise WrongResult(f"{case}: the host was too slow for every sample")
     return {
-        "row": f"{case.pattern}-{turns}",
+        "row": f"{case.pattern}-{turns}-{case.programs}",
         "pattern": case.pattern,
         "size": 8,
         "n": turns,

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from benchmarks import checks, plots, tables
+from benchmarks import bench_order, checks, plots, tables
 from benchmarks.comparison import PEERS, TARGETS, Results, compare, peer_floor, show
 from benchmarks.results import RESULTS, ROOT, newest, read_rows
 from benchmarks.rows import WIDTHS
@@ -56,7 +56,11 @@ def write_documents(
     ]
     tables.write_block(document, DEVICE_TABLE, "\n\n".join(text))
     tables.write_block(readme, README_TABLE, short)
-    every.write_text(tables.all_tables(rows, read_rows(PEERS), about))
+    try:
+        order = read_rows(newest(root / bench_order.FOLDER.relative_to(ROOT)))
+    except FileNotFoundError:  # they are measured apart, and seldom
+        order = []
+    every.write_text(tables.all_tables(rows, read_rows(PEERS), order, about))
     return [*paths, *drawn]
 
 

@@ -100,7 +100,7 @@ class CudaMalloc:
         from cuda.bindings import driver
 
         self._driver = driver
-        torch.zeros(1, device=device)  # makes the context that torch and we share
+        torch.empty(1, device=device)  # makes the context that torch and we share
         self.heap_bytes = heap_bytes
         limit = driver.CUlimit.CU_LIMIT_MALLOC_HEAP_SIZE
         _require_success(driver.cuCtxSetLimit(limit, heap_bytes), "setting the heap's size")

@@ -76,7 +76,7 @@ def draw(rows: Rows, plot: Plot, folder: Path) -> Path | None:
         return None
     # The same rows give the same file: no date in it, and ids that do not depend on the run.
     with plt.rc_context({"svg.hashsalt": "devalloc", "svg.fonttype": "none"}):
-        figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+        figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
         for name, points in lines.items():
             dashed = "--" if " free" in name else "-"
             axes.plot(*zip(*points, strict=True), dashed, marker=".", label=name)
@@ -85,7 +85,7 @@ def draw(rows: Rows, plot: Plot, folder: Path) -> Path | None:
         axes.set_yscale("log")
         axes.set(title=plot.title, xlabel=plot.axis, ylabel="ms, median")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        figure.legend(fontsize="small", loc="outside right upper")
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{plot.name}.svg"
         figure.savefig(path, metadata={"Date": None})

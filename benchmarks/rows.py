@@ -308,7 +308,8 @@ def shrink(row: Row) -> Row:
         return replace(row, n=min(row.n, most), size=min(row.size, 1 << 17))
     param = row.param if row.pattern != "heap" or row.param is None else min(row.param, 2 * MIB)
     size = row.size if row.pattern != "thread" else min(row.size, 1 << 17)
-    return replace(row, n=min(row.n, 40), size=size, lanes=min(row.lanes, 16), param=param)
+    most = 10 if row.pattern in ("fill", "tail") else 40
+    return replace(row, n=min(row.n, most), size=size, lanes=min(row.lanes, 16), param=param)
 
 
 # Which pattern launches the kernels that another needs.

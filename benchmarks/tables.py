@@ -104,6 +104,13 @@ def group_cells(row: dict[str, str], peers: list[dict[str, str]]) -> tuple[str, 
     )
 
 
+def rows_table(rows: list[dict[str, str]], peers: list[dict[str, str]]) -> str:
+    """Rows as measured."""
+    body = [f"| {' | '.join(group_cells(row, peers))} |" for row in rows]
+    rule = "| --- | --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |"
+    return "\n".join([f"| {' | '.join(GROUP_HEADER)} |", rule, *body])
+
+
 def group_table(rows: list[dict[str, str]], peers: list[dict[str, str]], group: str) -> str | None:
     """The rows of a group as measured, or None if there are none."""
     keys = {
@@ -111,19 +118,18 @@ def group_table(rows: list[dict[str, str]], peers: list[dict[str, str]], group: 
         for row in GROUPS[group](None)
     }
     columns = ("row", "lanes", "warps", "allocator", "state")
-    lines = [
-        f"| {' | '.join(group_cells(row, peers))} |"
-        for row in rows
-        if tuple(row[column] for column in columns) in keys
-    ]
-    if not lines:
-        return None
-    rule = "| --- | --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |"
-    return "\n".join([f"| {' | '.join(GROUP_HEADER)} |", rule, *lines])
+    found = [row for row in rows if tuple(row[column] for column in columns) in keys]
+    return rows_table(found, peers) if found else None
 
 
-def all_tables(rows: list[dict[str, str]], peers: list[dict[str, str]], about: list[str]) -> str:
-    """Everything measured, group by group. A row that is in two groups is shown in both."""
+def all_tables(
+    rows: list[dict[str, str]],
+    peers: list[dict[str, str]],
+    order: list[dict[str, str]],
+    about: list[str],
+) -> str:
+    """Everything measured, group by group. A row that is in two groups is shown in both. `order`
+    are rows of ``bench_order``, if there are any."""
     text = [
         "# Measured rows",
         "Made by `devalloc bench compare --write-docs` from the newest rows beside it. Our times "
@@ -134,6 +140,9 @@ def all_tables(rows: list[dict[str, str]], peers: list[dict[str, str]], about: l
         table = group_table(rows, peers, group)
         if table:
             text += [f"## {group}", " ".join(str(plan.__doc__).split()), table]
+    if order:
+        about_order = f"One turn of a loop of dependent atomics; commit {order[0]['commit']}."
+        text += ["## order", about_order, rows_table(order, [])]
     return "\n\n".join(text) + "\n"
 
 

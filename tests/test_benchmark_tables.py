@@ -199,13 +199,19 @@ def test_the_documents_get_tables_checks_and_plots(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"<!-- table:{mark} -->\n<!-- /table:{mark} -->\nby hand\n")
     table, short = tables.markdown(lines, about), tables.short_table(lines)
     found = checks.all_checks(ours)
+    order = RowFile(tmp_path / "benchmarks" / "results" / "order")
+    source = {"gpu": "x", "date": "2000-01-01", "commit": "c0ffee"}
+    order.write(our_row(Row("vector-relaxed", 8, 512, 128, 1, 1), "turn", 0.06) | source)
     written = compare.write_documents(ours, table, short, found, about, tmp_path)
     assert all(path.is_relative_to(tmp_path) and path.exists() for path in written)
     text = (tmp_path / "docs" / "performance.md").read_text()
     assert text.endswith("by hand\n")
     assert "(plots/n.svg)" in text
     assert "largest rise" in text
-    assert "## n\n" in (tmp_path / "benchmarks" / "results" / "README.md").read_text()
+    every = (tmp_path / "benchmarks" / "results" / "README.md").read_text()
+    assert "## n\n" in every
+    assert "commit c0ffee" in every
+    assert "| vector-relaxed-8-512-1 | 128 x 1 |" in every
 
 
 def test_later_files_replace_rows_of_earlier_ones(tmp_path: Path) -> None:

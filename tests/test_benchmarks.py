@@ -116,7 +116,7 @@ def test_an_allocator_that_hands_out_what_lives_is_not_timed(bench: Bench) -> No
 
 def test_a_fill_row_that_cannot_fit_is_not_timed(bench: Bench) -> None:
     row = rows.make("fill", 64, bench.fill_slots, param=50)
-    with pytest.raises(harness.WrongResult, match="do not fit: 2048 slots are free"):
+    with pytest.raises(harness.WrongResult, match="do not fit: 512 slots are free"):
         runners.run(bench, row)
 
 
