@@ -1,17 +1,19 @@
 """Measure the device heap: every workload, verified before it is timed.
 
-    python -m benchmarks.bench_device                        # all rows, to benchmarks/results/
-    python -m benchmarks.bench_device --quick                # one row per workload
-    python -m benchmarks.bench_device --rows 'thread-64-'    # those whose key matches
-    python -m benchmarks.bench_device --device cpu --quick   # tiny, in the interpreter: does it run
+    devalloc bench device                          # the rows that targets name
+    devalloc bench device --quick                  # one row per workload
+    devalloc bench device --group n --group fill   # sweeps; --group all: everything
+    devalloc bench device --rows 'thread-64-'      # those whose key matches
+    devalloc bench device --device cpu --quick     # tiny, in the interpreter: does it run
 
-This process does not touch the device. Rows are measured by a child; one that hangs or crashes is
-recorded as such, and another child goes on with the next row.
+This process does not touch the device. Rows are measured by a child, one after the other; one that
+hangs or crashes is recorded as such, and another child goes on with the next row.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -35,6 +37,8 @@ from devalloc.errors import InvalidArgument
 from devalloc.sizes import parse_size
 
 START_SECONDS = 60.0
+CUDA_ROW_SECONDS = 30.0
+"""CUDA's malloc is asked for nothing that takes it longer, if it ends."""
 FILL = 0.8
 """Rows that would fill more of the heap than this share are left out."""
 
@@ -112,7 +116,12 @@ class Measurement:
                 raise click.ClickException("the worker ended before its first row; see above")
 
     def _run_child(self) -> None:
-        child = Child(replace(self.job, rows=tuple(self.pending)))
+        kind = self.pending[0].child
+        rows = tuple(itertools.takewhile(lambda row: row.child == kind, self.pending))
+        row_seconds = self.row_seconds
+        if kind == "cuda":
+            row_seconds = min(row_seconds, CUDA_ROW_SECONDS)
+        child = Child(replace(self.job, rows=rows))
         current: Row | None = None  # begun and not yet recorded
         wait = START_SECONDS
         try:
@@ -131,7 +140,7 @@ class Measurement:
                     if current:
                         self._record(failed_record(current, f"crash: exit status {status}"))
                     return
-                wait = self.row_seconds
+                wait = row_seconds
                 if "source" in message:
                     self._source = _columns(message["source"])
                 elif "begin" in message:
@@ -146,14 +155,18 @@ class Measurement:
             child.end()
 
     def _record(self, row: dict[str, object]) -> None:
-        row = {**row, **self._source}
+        row = {**self._source, **row}
         self.file.write(row)
         width = f"{row['lanes']}x{row['warps']}"
         wrong = row["check"] != "ok" or (row["failures"] and row["pattern"] != "oom")
-        text = f"{row['row']:<24} {width:>6} {row['op']:<11} {float(str(row['median'])):>10.4f}"
-        text += f" {row['unit']:<5} {row['check']}"
-        self._console.print(text, style="red" if wrong else None, highlight=False, soft_wrap=True)
-        if wrong:
+        ours = row["allocator"] not in plan.BASELINES
+        text = f"{row['row']:<28} {width:>7} {row['allocator']:<8} {row['state']:<4} "
+        text += (
+            f"{row['op']:<11} {float(str(row['median'])):>10.4f} {row['unit']:<5} {row['check']}"
+        )
+        style = ("red" if ours else "yellow") if wrong else None
+        self._console.print(text, style=style, highlight=False, soft_wrap=True)
+        if wrong and ours:
             self.bad.append(f"{row['row']}@{width} {row['op']}: {row['check']}")
 
 
@@ -190,10 +203,27 @@ def select(rows: list[Row], pattern: str, quick: bool) -> list[Row]:
     return found
 
 
-@click.command()
+def fitting(rows: list[Row], heap_bytes: int) -> list[Row]:
+    """Leave out, and say so, what would fill too much of the shared heap."""
+    fits = [row for row in rows if row.live_bytes <= heap_bytes * FILL]
+    if len(fits) < len(rows):
+        rich.print(f"{len(rows) - len(fits)} rows need more than {FILL:.0%} of the heap: left out")
+    return fits
+
+
+@click.command("device")
+@click.option(
+    "--group",
+    "groups",
+    type=click.Choice([*plan.GROUPS, "all"]),
+    multiple=True,
+    default=["target"],
+    show_default=True,
+    help="Which rows; may be repeated.",
+)
 @click.option("--rows", "pattern", default=".", help="Only rows whose key matches this regex.")
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS, help="Folder of results.")
-@click.option("--quick", is_flag=True, help="One row per workload.")
+@click.option("--quick", is_flag=True, help="One target row per workload.")
 @click.option("--rounds", type=click.IntRange(1), default=None, help="Timed rounds [10].")
 @click.option("--heap", default="8GiB", show_default=True, help="Capacity of the heap.")
 @click.option("--lanes", type=click.IntRange(1), help="Lanes per program, for all rows.")
@@ -204,6 +234,7 @@ def select(rows: list[Row], pattern: str, quick: bool) -> list[Row]:
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 def main(
+    groups: tuple[str, ...],
     pattern: str,
     out: Path,
     quick: bool,
@@ -221,22 +252,19 @@ def main(
     width = plan.WIDTHS[0] if quick else None
     if lanes or warps:
         width = (lanes or plan.WIDTHS[0][0], warps or plan.WIDTHS[0][1])
-    chosen = select(plan.all_rows(width), pattern, quick)
+    names = tuple(plan.GROUPS) if "all" in groups else groups
+    chosen = select(plan.rows_of(names, width), pattern, quick)
     try:
         heap_bytes = parse_size(heap)
     except InvalidArgument as error:
         raise click.BadParameter(str(error)) from error
     if device == "cpu":
-        # Shrinking makes some rows equal: measure each once.
-        chosen = list(dict.fromkeys(plan.shrink(row) for row in chosen))
+        # Shrinking makes some rows equal: measure each once. CUDA's malloc needs CUDA.
+        ours = [row for row in chosen if row.allocator != "cuda"]
+        chosen = list(dict.fromkeys(plan.shrink(row) for row in ours))
         heap_bytes = min(heap_bytes, 16 << 20)
         rounds = rounds or 1
-    fits = [row for row in chosen if row.live_bytes <= heap_bytes * FILL]
-    if len(fits) < len(chosen):
-        rich.print(
-            f"{len(chosen) - len(fits)} rows need more than {FILL:.0%} of the heap: left out"
-        )
-    chosen = fits
+    chosen = fitting(chosen, heap_bytes)
     job = Job(tuple(chosen), device, heap_bytes, rounds or 10, seed)
     file = RowFile(out)
     measurement = Measurement(job, file, row_timeout, budget)

@@ -57,7 +57,13 @@ def promised_alignment(sizes: torch.Tensor) -> torch.Tensor:
     return torch.where(sizes > PAGE_BYTES, torch.full_like(sizes, PAGE_BYTES), natural)
 
 
-def verify(addrs: torch.Tensor, sizes: torch.Tensor | int, base: int, capacity: int) -> Verdict:
+def verify(
+    addrs: torch.Tensor,
+    sizes: torch.Tensor | int,
+    base: int,
+    capacity: int,
+    alignment: int | None = None,
+) -> Verdict:
     """Check live allocations: none null, disjoint, inside the heap, aligned as promised.
 
     Parameters
@@ -68,6 +74,8 @@ def verify(addrs: torch.Tensor, sizes: torch.Tensor | int, base: int, capacity: 
         Requested bytes.
     base, capacity : int
         First byte and bytes of the heap.
+    alignment : int, optional
+        Bytes, for all sizes. Default: what devalloc promises for each.
 
     Notes
     -----
@@ -79,12 +87,13 @@ def verify(addrs: torch.Tensor, sizes: torch.Tensor | int, base: int, capacity: 
     start, order = addrs[live].sort()
     size = sizes[live][order]
     end = start + size
+    unit = promised_alignment(size) if alignment is None else alignment
     outside = (start < base) | (end > base + capacity)
     return Verdict(
         nulls=int((~live).sum()),
         overlaps=int((end[:-1] > start[1:]).sum()),
         outside=int(outside.sum()),
-        misaligned=int((start % promised_alignment(size) != 0).sum()),
+        misaligned=int((start % unit != 0).sum()),
     )
 
 
@@ -98,9 +107,12 @@ def require(verdict: Verdict) -> None:
 
 
 class Clock(Protocol):
-    """Times launches: `start` queues one; `milliseconds` waits and reads, None for a bad sample."""
+    """Times launches: `start` queues one; `milliseconds` waits and reads, None for a bad sample.
 
-    def start(self, launch: Callable[[], object]) -> object: ...
+    `patience` is how many times longer than one launch the host may need to queue this one.
+    """
+
+    def start(self, launch: Callable[[], object], patience: int = 1) -> object: ...
 
     def milliseconds(self, mark: object) -> float | None: ...
 
@@ -108,7 +120,7 @@ class Clock(Protocol):
 class HostClock:
     """Wall time of the interpreter."""
 
-    def start(self, launch: Callable[[], object]) -> object:
+    def start(self, launch: Callable[[], object], patience: int = 1) -> object:
         begin = time.perf_counter()
         launch()
         return (time.perf_counter() - begin) * 1e3
@@ -138,35 +150,42 @@ class EventClock:
     def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
         return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
-    def start(self, launch: Callable[[], object]) -> object:
+    def start(self, launch: Callable[[], object], patience: int = 1) -> object:
         begin, end = self._events()
         host = time.perf_counter()
-        torch.cuda._sleep(self._spin_cycles)
+        torch.cuda._sleep(self._spin_cycles * patience)
         begin.record()
         launch()
         end.record()
-        return begin, end, (time.perf_counter() - host) * 1e3
+        late = (time.perf_counter() - host) * 1e3 >= self.SPIN_MS * patience * 0.6
+        return begin, end, late
 
     def milliseconds(self, mark: object) -> float | None:
         assert isinstance(mark, tuple)
-        begin, end, host = mark
+        begin, end, late = mark
         end.synchronize()
-        return begin.elapsed_time(end) if host < self.SPIN_MS * 0.6 else None
+        return None if late else begin.elapsed_time(end)
 
 
 def clock_for(device: torch.device) -> Clock:
     return EventClock() if device.type == "cuda" else HostClock()
 
 
+TAIL_SAMPLES = 100
+"""Fewer samples than this have no 99th percentile."""
+
+
 @dataclass
 class Samples:
-    """What was measured of one operation of a row."""
+    """What was measured of one operation of a row; the heap's bytes if it was not shared."""
 
     op: str
     values: list[float] = field(default_factory=list)
     unit: str = "ms"
     failures: int = 0
     check: str = "ok"
+    peak_bytes: int = 0
+    heap_bytes: int | None = None
 
     def record(self) -> dict[str, object]:
         """The columns of a result row that the samples determine."""
@@ -175,14 +194,18 @@ class Samples:
             name: f"{float(np.quantile(ordered, share)):.6f}"
             for name, share in (("median", 0.5), ("p20", 0.2), ("p80", 0.8), ("min", 0), ("max", 1))
         }
-        return {
+        tail = f"{float(np.quantile(ordered, 0.99)):.6f}" if len(ordered) >= TAIL_SAMPLES else ""
+        record = {
             "op": self.op,
             "unit": self.unit,
             **quantile,
+            "p99": tail,
             "rounds": len(self.values),
             "failures": self.failures,
             "check": self.check,
+            "peak_bytes": self.peak_bytes,
         }
+        return record if self.heap_bytes is None else {**record, "heap_bytes": self.heap_bytes}
 
 
 # Provenance --------------------------------------------------------------------------------------

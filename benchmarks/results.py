@@ -14,13 +14,17 @@ COLUMNS = (
     "pattern",
     "size",
     "n",
+    "param",
     "lanes",
     "warps",
+    "allocator",
+    "state",
     "op",
     "unit",
     "median",
     "p20",
     "p80",
+    "p99",
     "min",
     "max",
     "rounds",
@@ -38,6 +42,10 @@ COLUMNS = (
     "heap_bytes",
     "date",
 )
+
+
+# What a file says that was written before a column existed.
+OLDER = {"param": "", "allocator": "devalloc", "state": "warm", "p99": ""}
 
 
 class RowFile:
@@ -68,9 +76,9 @@ class RowFile:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file, as text."""
+    """The rows of a CSV file, as text; of targets, peers or our own."""
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+        return [{**OLDER, **row} for row in csv.DictReader(file)]
 
 
 def newest(folder: Path = RESULTS) -> Path:
@@ -87,7 +95,5 @@ def newest(folder: Path = RESULTS) -> Path:
         if rows:
             dated.append((max(row["date"] for row in rows), path))
     if not dated:
-        raise FileNotFoundError(
-            f"no measured rows in {folder}: run python -m benchmarks.bench_device"
-        )
+        raise FileNotFoundError(f"no measured rows in {folder}: run devalloc bench device")
     return max(dated)[1]

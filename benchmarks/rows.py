@@ -1,26 +1,39 @@
 """What is measured: every row of the device benchmark, by name. Imports neither torch nor Triton.
 
-A row is a pattern, a size in bytes and a number of requests; ``thread-64-1000000`` is its name,
-and the name with the block width, ``thread-64-1000000@128x1`` (lanes per program x warps), its key.
-The same names are used by the peers' rows and by ``targets.csv``.
+A row is a pattern, a size in bytes and a number of requests; ``thread-64-1000000`` is its name.
+Patterns of the sweeps have one parameter more, ``fill-64-100000-95``. The name with the block
+width (lanes per program x warps), and with the allocator and the state where they are not the
+usual ones, is the row's key: ``thread-64-1000000@128x1``, ``thread-64-1024@128x1:cuda``,
+``thread-64-1024@128x1:cold``. The same names are used by the peers' rows and by ``targets.csv``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 WIDTHS = ((128, 1), (256, 2), (512, 4))
-"""Lanes per program and warps of the patterns that allocate by lane; the first is the default."""
+"""Lanes per program and warps that the ``target`` rows are measured at; the first is the default
+of all rows."""
 
 LANE_PATTERNS = frozenset(
-    {"empty", "store", "bump", "thread", "mixed", "churn", "write", "write_base", "oom", "frag"}
+    {"empty", "store", "thread", "mixed", "churn", "write", "write_base", "oom", "frag"}
+    | {"fill", "heap", "streams", "tail"}
 )
-SCALAR_WARPS = {"warp": 1, "cta": 4, "latency": 1, "create": 1}
+SCALAR_WARPS = {"warp": 1, "cta": 4, "scalar": 1, "latency": 1, "create": 1}
+OWN_HEAP = frozenset({"create", "oom", "fill", "heap", "tail"})
+"""Patterns that make a heap for each row; the others share one."""
+
+BASELINES = frozenset({"bump", "cuda"})
+"""Allocators that are measured beside ours; if one fails, that is no fault of ours."""
 
 CHURN_ROUNDS = 32
 FRAG_ROUNDS = 20
+TAIL_ROUNDS = 1000
 OOM_HEAP_BYTES = 1 << 30
-GIB = 1 << 30
+FILL_SLOTS = 1 << 24
+"""Slots of the heap that ``fill`` and ``tail`` fill: 1 % of them are more than 100,000."""
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,15 @@ class Row:
         Requests per launch; pairs for ``latency``.
     lanes, warps : int
         Requests per program (1: scalar) and warps per program.
+    param : int, optional
+        Percent of the heap that is live (``fill``, ``tail``), bytes of the heap (``heap``), or
+        launches at once (``streams``).
+    allocator : str
+        ``devalloc``; ``bump``, the upper bound; ``cuda``, the built-in malloc of CUDA; ``none``
+        for patterns that allocate nothing.
+    state : str
+        ``warm``: after earlier rounds. ``cold``: the heap was just reset, and other data passed
+        through the caches.
     """
 
     pattern: str
@@ -44,47 +66,109 @@ class Row:
     n: int
     lanes: int
     warps: int
+    param: int | None = None
+    allocator: str = "devalloc"
+    state: str = "warm"
 
     @property
     def name(self) -> str:
-        return f"{self.pattern}-{self.size}-{self.n}"
+        name = f"{self.pattern}-{self.size}-{self.n}"
+        return name if self.param is None else f"{name}-{self.param}"
 
     @property
     def key(self) -> str:
-        return f"{self.name}@{self.lanes}x{self.warps}"
+        key = f"{self.name}@{self.lanes}x{self.warps}"
+        if self.allocator not in ("devalloc", "none"):
+            key += f":{self.allocator}"
+        return key if self.state == "warm" else f"{key}:{self.state}"
 
     @property
     def live_bytes(self) -> int:
         """Requested bytes that live at once in the shared heap; 0 where it is not used."""
-        if self.pattern in ("empty", "create", "oom", "write_base"):
+        if self.allocator == "none" or self.pattern in OWN_HEAP:
             return 0
         if self.pattern in ("mixed", "frag"):
             return self.n * (16 + self.size) // 2
-        return self.size if self.pattern == "latency" else self.n * self.size
+        if self.pattern == "latency":
+            return self.size
+        return self.n * self.size * (self.param or 1)
 
     @property
     def family(self) -> str:
         """Rows of one family follow one another; the heap is checked after each family."""
-        if self.pattern in ("empty", "store", "bump", "create"):
-            return "floor"
-        return "write" if self.pattern == "write_base" else self.pattern
+        if self.allocator != "devalloc" or self.pattern == "create":
+            return "write" if self.pattern == "write_base" else "floor"
+        return self.pattern
+
+    @property
+    def child(self) -> str:
+        """Rows of different children are not measured in one process: CUDA's malloc takes its heap
+        for the life of the process."""
+        return "cuda" if self.allocator == "cuda" else "devalloc"
 
 
-def make(pattern: str, size: int, n: int, width: tuple[int, int] = WIDTHS[0]) -> Row:
+def make(
+    pattern: str,
+    size: int,
+    n: int,
+    width: tuple[int, int] = WIDTHS[0],
+    param: int | None = None,
+    allocator: str = "devalloc",
+    state: str = "warm",
+) -> Row:
     """A row; scalar patterns ignore the width."""
     lanes, warps = width if pattern in LANE_PATTERNS else (1, SCALAR_WARPS[pattern])
-    return Row(pattern, size, n, lanes, warps)
+    if pattern in ("empty", "store", "write_base"):
+        allocator = "none"
+    return Row(pattern, size, n, lanes, warps, param, allocator, state)
 
 
-def _main(width: tuple[int, int]) -> list[Row]:
-    plan: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = [
+# The groups --------------------------------------------------------------------------------------
+
+Plan = Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]]
+
+COUNTS = tuple(4**power for power in range(13))
+"""1 to 16,777,216 requests."""
+SIZES = tuple(1 << power for power in range(4, 21))
+"""16 B to 1 MiB."""
+LEVELS = (0, 25, 50, 75, 90, 95, 99)
+HEAPS = (64 * MIB, 256 * MIB, GIB, 8 * GIB, 32 * GIB, 100 * GIB)
+FAST_FOR_CUDA = {16: 1_048_576, 32: 1_048_576, 64: 1_048_576, 128: 1_048_576, 256: 100_000,
+                 512: 16_384, 1024: 16_384, 2048: 4096}  # fmt: skip
+"""Requests of a size that CUDA's malloc serves in well under 2 s. Some larger rows take minutes,
+some never end."""
+
+
+def expand(plan: Plan, width: tuple[int, int] = WIDTHS[0], **options: str) -> list[Row]:
+    return [
+        make(p, size, n, width, **options)
+        for p, sizes, counts in plan
+        for n in counts
+        for size in sizes
+    ]
+
+
+def baselines(rows: Iterable[Row]) -> list[Row]:
+    """The upper bound and CUDA's own malloc on the ``thread`` rows among `rows`, where they can."""
+    found = []
+    for row in rows:
+        if row.pattern != "thread" or row.state != "warm":
+            continue
+        found.append(replace(row, allocator="bump"))
+        if row.n <= FAST_FOR_CUDA.get(row.size, 0):
+            found.append(replace(row, allocator="cuda"))
+    return found
+
+
+def target_rows(width: tuple[int, int] | None = None) -> list[Row]:
+    """What targets name, with the floors, the baselines, and what the block width costs."""
+    plan: Plan = [
         ("empty", (0,), (1, 1_000_000)),
         ("store", (64,), (1_000_000,)),
-        ("bump", (64,), (100_000, 1_000_000)),
         ("create", (8 * GIB,), (1,)),
         ("thread", (16, 64, 256, 1024, 4096), (1_000_000,)),
         ("thread", (16, 64, 256, 1024, 4096, 8192), (100_000,)),
-        ("thread", (64, 1024), (1, 32, 1024, 16_384, 65_536, 262_144, 1_048_576)),
+        ("thread", (64,), (1, 32, 1024, 16_384)),
         ("mixed", (64, 256, 1024, 4096, 8192), (100_000,)),
         ("warp", (16, 64, 256, 1024, 4096, 8192), (100_000,)),
         ("cta", (1 << 10, 1 << 14, 1 << 16, 1 << 20), (4096,)),
@@ -94,41 +178,104 @@ def _main(width: tuple[int, int]) -> list[Row]:
         ("write_base", (64, 16), (1_000_000,)),
         ("oom", (64, 1024, 4096), (10_000,)),
         ("frag", (4096,), (100_000,)),
-        ("thread", (64,), (4_194_304, 16_777_216)),
     ]
-    return [make(p, size, n, width) for p, sizes, counts in plan for n in counts for size in sizes]
+    rows = expand(plan, width or WIDTHS[0])
+    rows += baselines(rows)
+    rows += expand([("latency", (64,), (1000,))], allocator="cuda")
+    wide: Plan = [
+        ("thread", (16, 64, 256, 1024, 4096), (1_000_000,)),
+        ("thread", (64,), (1, 1024, 100_000)),
+        ("mixed", (64, 4096), (100_000,)),
+        ("churn", (64,), (65_536,)),
+    ]
+    for other in () if width else WIDTHS[1:]:
+        rows += expand(wide, other)
+    return rows
 
 
-def _at_width(width: tuple[int, int]) -> list[Row]:
-    thread = [make("thread", size, 1_000_000, width) for size in (16, 64, 256, 1024, 4096)]
-    few = [make("thread", 64, n, width) for n in (1, 1024, 100_000)]
-    mixed = [make("mixed", size, 100_000, width) for size in (64, 4096)]
-    churn = [make("churn", 64, 65_536, width)]
-    return [*thread, *few, *mixed, *churn]
+def n_rows(width: tuple[int, int] | None = None) -> list[Row]:
+    """Time against the number of requests, warm and cold."""
+    at = width or WIDTHS[0]
+    rows = expand([("thread", (64,), COUNTS), ("thread", (1024,), COUNTS[:-1])], at)
+    return [*rows, *expand([("thread", (64,), COUNTS)], at, state="cold"), *baselines(rows)]
 
 
-def all_rows(width: tuple[int, int] | None = None) -> list[Row]:
-    """Every row, in the order of measurement; what targets name comes first.
+def size_rows(width: tuple[int, int] | None = None) -> list[Row]:
+    """Time against the size of a request."""
+    at = width or WIDTHS[0]
+    small = tuple(size for size in SIZES if size <= 64 * KIB)
+    rows = expand([("thread", small, (100_000,)), ("thread", SIZES, (4096,))], at)
+    return [*rows, *baselines(rows)]
+
+
+def fill_rows(width: tuple[int, int] | None = None) -> list[Row]:
+    """Time against the share of the heap that is live already."""
+    at = width or WIDTHS[0]
+    return [make("fill", size, 100_000, at, level) for size in (64, 1024) for level in LEVELS]
+
+
+def heap_rows(width: tuple[int, int] | None = None) -> list[Row]:
+    """Time against the size of the heap, and of making it."""
+    at = width or WIDTHS[0]
+    loads = ((64, 100_000), (1024, 16_384))
+    return [
+        *(make("create", heap, 1) for heap in HEAPS),
+        *(make("heap", size, n, at, heap) for size, n in loads for heap in HEAPS),
+    ]
+
+
+def warps_rows(width: tuple[int, int] | None = None) -> list[Row]:
+    """Time against the lanes and warps of a program, 1 to 16 warps; and of scalar requests."""
+    widths = [(lanes, warps) for warps in (1, 2, 4, 8, 16) for lanes in (32 * warps, 128 * warps)]
+    lanes = [make("thread", 64, 100_000, at) for at in ([width] if width else widths)]
+    scalar = [replace(make("scalar", 64, 16_384), warps=warps) for warps in (1, 2, 4, 8, 16)]
+    return [*lanes, *scalar]
+
+
+def streams_rows(width: tuple[int, int] | None = None) -> list[Row]:
+    """Time against the number of launches at once, each on its own stream."""
+    at = width or WIDTHS[0]
+    return [
+        make("streams", size, 100_000, at, count) for size in (64, 1024) for count in (1, 2, 4, 8)
+    ]
+
+
+def tail_rows(width: tuple[int, int] | None = None) -> list[Row]:
+    """The slowest of a thousand rounds, at three fill levels."""
+    at = width or WIDTHS[0]
+    return [make("tail", size, 100_000, at, level) for size in (64, 1024) for level in (0, 50, 95)]
+
+
+GROUPS: dict[str, Callable[[tuple[int, int] | None], list[Row]]] = {
+    "target": target_rows,
+    "n": n_rows,
+    "size": size_rows,
+    "fill": fill_rows,
+    "heap": heap_rows,
+    "warps": warps_rows,
+    "streams": streams_rows,
+    "tail": tail_rows,
+}
+
+
+def rows_of(groups: Iterable[str], width: tuple[int, int] | None = None) -> list[Row]:
+    """The rows of some groups, each once, in the order of measurement.
 
     Parameters
     ----------
+    groups : iterable of str
+        Keys of `GROUPS`.
     width : (int, int), optional
-        Lanes per program and warps for all rows. Default: everything at the first of `WIDTHS`,
-        then the rows that show what the width costs at the others.
+        Lanes per program and warps for all rows that allocate by lane.
     """
-    if width is not None:
-        return _main(width)
-    rows = _main(WIDTHS[0])
-    for other in WIDTHS[1:]:
-        rows += _at_width(other)
-    return rows
+    rows = dict.fromkeys(row for group in groups for row in GROUPS[group](width))
+    return sorted(rows, key=lambda row: row.child != "devalloc")
 
 
 QUICK = frozenset(
     make(pattern, size, n).name
     for pattern, size, n in (
         ("empty", 0, 1),
-        ("bump", 64, 1_000_000),
         ("create", 8 * GIB, 1),
         ("thread", 64, 1_000_000),
         ("thread", 1024, 1_000_000),
@@ -144,27 +291,40 @@ QUICK = frozenset(
         ("frag", 4096, 100_000),
     )
 )
-"""Names of the rows that show in a minute where one stands."""
+"""Names of the target rows that show in a minute where one stands."""
+
+
+# Other forms of a row ----------------------------------------------------------------------------
 
 
 def shrink(row: Row) -> Row:
     """The row with so few requests and such narrow programs that the interpreter is quick."""
     if row.pattern == "create":
-        return replace(row, size=min(row.size, 1 << 20))
+        return replace(row, size=min(row.size, MIB))
     if row.pattern == "oom":
         return replace(row, n=min(row.n, 1024), lanes=1024)
     if row.lanes == 1:
-        most = {"warp": 5, "cta": 3, "latency": 4}[row.pattern]
+        most = {"warp": 5, "cta": 3, "scalar": 3, "latency": 4}[row.pattern]
         return replace(row, n=min(row.n, most), size=min(row.size, 1 << 17))
-    return replace(row, n=min(row.n, 40), lanes=min(row.lanes, 16))
+    param = row.param if row.pattern != "heap" or row.param is None else min(row.param, 2 * MIB)
+    size = row.size if row.pattern != "thread" else min(row.size, 1 << 17)
+    most = 10 if row.pattern in ("fill", "tail") else 40
+    return replace(row, n=min(row.n, most), size=size, lanes=min(row.lanes, 16), param=param)
+
+
+# Which pattern launches the kernels that another needs.
+SAME_KERNELS = {"fill": "thread", "tail": "thread", "heap": "thread", "streams": "thread",
+                "oom": "thread", "write": "thread", "frag": "mixed"}  # fmt: skip
 
 
 def compile_only(rows: list[Row]) -> list[Row]:
     """Rows of few requests that together compile what `rows` will launch and is slow to compile."""
-    slow = ("thread", "mixed", "warp", "cta", "churn", "latency")
+    slow = ("thread", "mixed", "warp", "cta", "scalar", "churn", "latency")
     shapes: dict[tuple[str, int, int], Row] = {}
     for row in rows:
-        if row.pattern in slow:
-            small = replace(row, n=min(row.n, 2), size=min(row.size, 64))
-            shapes.setdefault((row.pattern, row.lanes, row.warps), small)
+        pattern = SAME_KERNELS.get(row.pattern, row.pattern)
+        if pattern in slow and row.allocator == "devalloc":
+            small = Row(pattern, min(row.size, 64), min(row.n, 2), row.lanes, row.warps)
+            same = "scalar" if row.lanes == 1 and pattern != "latency" else pattern
+            shapes.setdefault((same, row.lanes, row.warps), small)
     return list(shapes.values())

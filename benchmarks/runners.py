@@ -1,123 +1,38 @@
 """How each pattern is measured: one function per pattern, from a row to its samples.
 
 Every runner verifies first (round 0, which is also the warm-up and is not timed), counts nulls in
-every round, and frees what it allocated.
+every round, and frees what it allocated. Those of the sweeps are in ``sweeps``.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 import devalloc
 from benchmarks import rows as plan
 from benchmarks import workloads as work
-from benchmarks.harness import (
-    Clock,
-    Samples,
-    WrongResult,
-    clock_for,
-    require,
-    verify,
+from benchmarks.bench import (
+    Bench,
+    Trial,
+    alloc_then_free,
+    cdiv,
+    lane_launch,
+    require_rest,
+    require_values,
 )
+from benchmarks.cuda_malloc import ALIGNMENT
+from benchmarks.harness import Samples, WrongResult, require, verify
 from benchmarks.rows import Row
-
-Launch = Callable[[], object]
-
-
-class Bench:
-    """The heap that rows are measured on, with the clock and the options.
-
-    Parameters
-    ----------
-    device : torch.device
-        A CUDA device, or the CPU under the interpreter.
-    heap_bytes : int
-        Capacity of the shared heap. ``oom`` and ``create`` make heaps of their own.
-    rounds : int
-        Timed rounds per row.
-    seed : int
-        Of mixed sizes and of what ``frag`` frees.
-    """
-
-    def __init__(self, device: torch.device, heap_bytes: int, rounds: int, seed: int) -> None:
-        self.device = device
-        self.rounds = rounds
-        self.seed = seed
-        self.clock: Clock = clock_for(device)
-        self.heap = devalloc.Heap(heap_bytes, device=device)
-        interpreted = device.type == "cpu"
-        self.oom_heap_bytes = 1 << 20 if interpreted else plan.OOM_HEAP_BYTES
-
-    def __enter__(self) -> Bench:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.heap.close()
-
-    def run(self, row: Row) -> list[Samples]:
-        """Measure one row.
-
-        Raises
-        ------
-        WrongResult
-            If the allocations of the first round are wrong, or a later check fails.
-        """
-        return RUNNERS[row.pattern](self, row)
-
-    def at_rest(self) -> Samples:
-        """Check the heap after a family that freed everything; the value is the largest free block
-        over the capacity, and must be 1. The heap is reset afterwards."""
-        samples = Samples("at_rest", unit="ratio")
-        try:
-            self.heap.check()
-            self.heap.audit()
-            stats = self.heap.stats()
-            samples.values.append(stats.largest_free / stats.capacity)
-            if stats.used or stats.largest_free != stats.capacity:
-                samples.check = f"{stats.used} B used, largest free {stats.largest_free} B"
-        except devalloc.DevallocError as error:
-            samples.check = " ".join(str(error).split())
-        self.heap.reset()
-        return samples
-
-    def addresses(self, n: int) -> torch.Tensor:
-        return torch.zeros(n, dtype=torch.int64, device=self.device)
-
-    def generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed)
-
-    def random_sizes(self, most: int, n: int, generator: torch.Generator) -> torch.Tensor:
-        """Uniform in [16, most]."""
-        return torch.randint(16, most + 1, (n,), generator=generator).to(self.device)
-
-    def sample(self, samples: Samples, launch: Launch) -> None:
-        """Time one operation over all rounds, after one that is not timed."""
-        marks = [self.clock.start(launch) for _ in range(self.rounds + 1)]
-        collect(self.clock, samples, marks[1:])
-
-
-def collect(clock: Clock, samples: Samples, marks: list[object]) -> None:
-    values = [clock.milliseconds(mark) for mark in marks]
-    samples.values += [value for value in values if value is not None]
-    if not samples.values:
-        raise WrongResult("the host was too slow for every sample: no time is valid")
-
-
-def cdiv(a: int, b: int) -> int:
-    return (a + b - 1) // b
-
-
-def lane_launch(row: Row, kernel: Any, *args: object) -> Launch:
-    """A launch of a kernel that takes ``LANES``, with a program per block of lanes."""
-    grid = (cdiv(row.n, row.lanes),)
-    return lambda: kernel[grid](*args, LANES=row.lanes, num_warps=row.warps)
-
+from benchmarks.sweeps import run_fill, run_heap, run_streams, thread_trial
 
 # Floors ------------------------------------------------------------------------------------------
+
+
+CUDA_ROUNDS = 3
+"""CUDA's malloc takes up to a second a round."""
 
 
 def run_empty(bench: Bench, row: Row) -> list[Samples]:
@@ -133,23 +48,6 @@ def run_store(bench: Bench, row: Row) -> list[Samples]:
     base = bench.heap.base
     bench.sample(samples, lane_launch(row, work.store_kernel, base, out, row.n, row.size))
     require(verify(out, row.size, base, bench.heap.capacity))
-    return [samples]
-
-
-def run_bump(bench: Bench, row: Row) -> list[Samples]:
-    samples = Samples("alloc")
-    out = bench.addresses(row.n)
-    counter = bench.addresses(1)
-    heap = bench.heap
-    launch = lane_launch(
-        row, work.bump_kernel, counter, heap.base, heap.capacity, out, row.n, row.size
-    )
-    marks = []
-    for _ in range(bench.rounds + 1):
-        counter.zero_()
-        marks.append(bench.clock.start(launch))
-    require(verify(out, row.size, heap.base, heap.capacity))
-    collect(bench.clock, samples, marks[1:])
     return [samples]
 
 
@@ -181,55 +79,60 @@ def synchronise(device: torch.device) -> None:
 # Allocate, then free -----------------------------------------------------------------------------
 
 
-def alloc_then_free(
-    bench: Bench, addrs: torch.Tensor, sizes: torch.Tensor | int, malloc: Launch, free: Launch
-) -> list[Samples]:
-    """Rounds of one launch that fills `addrs` and one that frees them."""
-    heap = bench.heap
-    alloc_marks, free_marks = [], []
-    nulls = torch.zeros((), dtype=torch.int64, device=bench.device)
-    for turn in range(bench.rounds + 1):
-        addrs.zero_()  # or a lane that stored nothing would pass with the last round's address
-        alloc_marks.append(bench.clock.start(malloc))
-        if turn == 0:
-            require(verify(addrs, sizes, heap.base, heap.capacity))
-        nulls += (addrs == 0).sum()
-        free_marks.append(bench.clock.start(free))
-    alloc, release = Samples("alloc"), Samples("free")
-    collect(bench.clock, alloc, alloc_marks[1:])
-    collect(bench.clock, release, free_marks[1:])
-    alloc.failures = int(nulls)
-    return [alloc, release]
+def bump_trial(bench: Bench, row: Row, addrs: torch.Tensor) -> Trial:
+    """A counter that only grows, over the same memory: the upper bound."""
+    counter, heap = bench.addresses(1), bench.heap
+    space = (heap.base, heap.capacity)
+    launch = lane_launch(row, work.bump_kernel, counter, *space, addrs, row.n, row.size)
+    return Trial(*space, launch, free=None, prepare=counter.zero_, alignment=ALIGNMENT)
+
+
+def cuda_trial(bench: Bench, row: Row, addrs: torch.Tensor) -> Trial:
+    """CUDA's own malloc, one request per thread, in blocks of 256."""
+    assert bench.cuda is not None
+    cuda = bench.cuda
+    return Trial(
+        base=1,  # its heap is not known: only that addresses are none of null and each other
+        capacity=1 << 62,
+        malloc=lambda: cuda.malloc_lanes(addrs, row.size),
+        free=lambda: cuda.free_lanes(addrs),
+        alignment=ALIGNMENT,
+    )
 
 
 def run_thread(bench: Bench, row: Row) -> list[Samples]:
     addrs = bench.addresses(row.n)
-    handle = bench.heap.handle
-    malloc = lane_launch(row, work.malloc_lanes_kernel, handle, addrs, row.n, row.size)
-    free = lane_launch(row, work.free_lanes_kernel, handle, addrs, row.n)
-    return alloc_then_free(bench, addrs, row.size, malloc, free)
+    if row.allocator == "bump":
+        return alloc_then_free(bench, bump_trial(bench, row, addrs), addrs, row.size)
+    if row.allocator == "cuda":
+        rounds = min(bench.rounds, CUDA_ROUNDS)
+        return alloc_then_free(bench, cuda_trial(bench, row, addrs), addrs, row.size, rounds)
+    cold = row.state == "cold"
+    trial = thread_trial(row, bench.heap, addrs)
+    if cold:
+        trial.prepare = bench.heap.reset
+    return alloc_then_free(bench, trial, addrs, row.size, cold=cold)
 
 
 def run_mixed(bench: Bench, row: Row) -> list[Samples]:
-    addrs = bench.addresses(row.n)
+    addrs, heap = bench.addresses(row.n), bench.heap
     sizes = bench.random_sizes(row.size, row.n, bench.generator())
-    handle = bench.heap.handle
-    malloc = lane_launch(row, work.malloc_mixed_kernel, handle, sizes, addrs, row.n)
-    free = lane_launch(row, work.free_lanes_kernel, handle, addrs, row.n)
-    return alloc_then_free(bench, addrs, sizes, malloc, free)
+    malloc = lane_launch(row, work.malloc_mixed_kernel, heap.handle, sizes, addrs, row.n)
+    free = lane_launch(row, work.free_lanes_kernel, heap.handle, addrs, row.n)
+    trial = Trial(heap.base, heap.capacity, malloc, free)
+    return alloc_then_free(bench, trial, addrs, sizes)
 
 
 def run_scalar(bench: Bench, row: Row) -> list[Samples]:
-    addrs = bench.addresses(row.n)
-    handle = bench.heap.handle
-    grid, warps = (row.n,), row.warps
-    return alloc_then_free(
-        bench,
-        addrs,
-        row.size,
+    addrs, heap = bench.addresses(row.n), bench.heap
+    handle, grid, warps = heap.handle, (row.n,), row.warps
+    trial = Trial(
+        heap.base,
+        heap.capacity,
         lambda: work.malloc_scalar_kernel[grid](handle, addrs, row.size, num_warps=warps),
         lambda: work.free_scalar_kernel[grid](handle, addrs, num_warps=warps),
     )
+    return alloc_then_free(bench, trial, addrs, row.size)
 
 
 # Allocate and free in one kernel -----------------------------------------------------------------
@@ -252,7 +155,8 @@ def run_churn(bench: Bench, row: Row) -> list[Samples]:
     wrong, samples.failures = total.tolist()
     if wrong:
         raise WrongResult(f"{wrong} words were changed by somebody else")
-    collect(bench.clock, samples, marks[1:])
+    bench.collect(samples, marks[1:])
+    require_values(samples)
     return [samples]
 
 
@@ -260,11 +164,14 @@ def run_latency(bench: Bench, row: Row) -> list[Samples]:
     """The time is the kernel's; over ``n`` pairs, it is that of one pair."""
     samples = Samples("kernel")
     nulls = torch.zeros(1, dtype=torch.int32, device=bench.device)
-    handle, warps = bench.heap.handle, row.warps
-    bench.sample(
-        samples,
-        lambda: work.latency_kernel[(1,)](handle, nulls, row.n, row.size, num_warps=warps),
-    )
+    if bench.cuda is not None:
+        cuda = bench.cuda
+        bench.sample(samples, lambda: cuda.latency(nulls, row.n, row.size), CUDA_ROUNDS)
+    else:
+        handle, options = bench.heap.handle, {"num_warps": row.warps}
+        bench.sample(
+            samples, lambda: work.latency_kernel[(1,)](handle, nulls, row.n, row.size, **options)
+        )
     samples.failures = int(nulls)
     return [samples]
 
@@ -327,11 +234,9 @@ def run_oom(bench: Bench, row: Row) -> list[Samples]:
         stats = heap.stats()
         if stats.largest_free >= row.size:
             samples.check = f"null with a free block of {stats.largest_free} B"
+        samples.peak_bytes, samples.heap_bytes = stats.peak, stats.capacity
         heap.free(live)
-        heap.check()
-        heap.audit()
-        if heap.stats().largest_free != heap.capacity:
-            samples.check = "the heap is not whole after everything was freed"
+        require_rest(heap)
     return [samples]
 
 
@@ -363,16 +268,36 @@ def run_frag(bench: Bench, row: Row) -> list[Samples]:
 RUNNERS: dict[str, Callable[[Bench, Row], list[Samples]]] = {
     "empty": run_empty,
     "store": run_store,
-    "bump": run_bump,
     "create": run_create,
     "thread": run_thread,
     "mixed": run_mixed,
     "warp": run_scalar,
     "cta": run_scalar,
+    "scalar": run_scalar,
     "churn": run_churn,
     "latency": run_latency,
     "write": run_write,
     "write_base": run_write_base,
     "oom": run_oom,
     "frag": run_frag,
+    "fill": run_fill,
+    "heap": run_heap,
+    "streams": run_streams,
+    "tail": run_fill,
 }
+
+
+def run(bench: Bench, row: Row) -> list[Samples]:
+    """Measure one row.
+
+    Raises
+    ------
+    WrongResult
+        If the allocations of the first round are wrong, or a later check fails.
+    """
+    measured = RUNNERS[row.pattern](bench, row)
+    if row.allocator == "devalloc" and row.pattern not in plan.OWN_HEAP:
+        peak = bench.heap.stats().peak
+        for samples in measured:
+            samples.peak_bytes = peak
+    return measured

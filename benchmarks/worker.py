@@ -15,8 +15,12 @@ import sys
 import traceback
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from benchmarks.rows import Row
+
+if TYPE_CHECKING:
+    from benchmarks.bench import Bench
 
 DEVICE_LOST = 3
 
@@ -45,7 +49,8 @@ def say(message: dict[str, object]) -> None:
 
 
 def row_columns(row: Row) -> dict[str, object]:
-    return {"row": row.name, **asdict(row)}
+    columns = {"row": row.name, **asdict(row)}
+    return {**columns, "param": "" if row.param is None else row.param}
 
 
 def failed_record(row: Row, check: str) -> dict[str, object]:
@@ -56,6 +61,7 @@ def failed_record(row: Row, check: str) -> dict[str, object]:
         "op": "-",
         "unit": "-",
         **numbers,
+        "p99": "",
         "rounds": 0,
         "failures": -1,
         "check": " ".join(check.split())[:300],
@@ -68,39 +74,52 @@ def work(job: Job) -> None:
     # Here, not above: Triton reads TRITON_INTERPRET when the kernels are imported.
     import torch
 
-    import devalloc
-    from benchmarks.harness import WrongResult, provenance
-    from benchmarks.runners import Bench
+    from benchmarks.bench import Bench
+    from benchmarks.cuda_malloc import CudaMalloc, NotAvailable
+    from benchmarks.harness import provenance
 
     device = torch.device(job.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     source = provenance(device, job.seed, job.heap_bytes)
     say({"source": source})
-    with Bench(device, job.heap_bytes, job.rounds, job.seed) as bench:
+    cuda = None
+    if job.rows[0].allocator == "cuda":
+        try:
+            cuda = CudaMalloc(device, job.heap_bytes)
+        except NotAvailable as error:
+            for row in job.rows:
+                say({"begin": row.key})
+                say({"row": failed_record(row, str(error))})
+            return
+    with Bench(device, job.heap_bytes, job.rounds, job.seed, cuda) as bench:
         for family, rows in groupby(job.rows, key=lambda row: row.family):
             for row in rows:
                 say({"begin": row.key})
-                try:
-                    results = bench.run(row)
-                    peak = bench.heap.stats().peak
-                except (WrongResult, devalloc.DevallocError) as error:
-                    text = f"{type(error).__name__}: {error}"
-                    say({"row": {**failed_record(row, text), **source}})
-                    bench.heap.reset()
-                    continue
-                except Exception as error:  # the context may be dead: the parent starts another
-                    text = f"{type(error).__name__}: {error}"
-                    say({"row": {**failed_record(row, f"error: {text}"), **source}})
-                    traceback.print_exc()
-                    os._exit(DEVICE_LOST)
-                for samples in results:
-                    record = {**row_columns(row), **samples.record(), "peak_bytes": peak}
-                    say({"row": {**record, **source}})
-            rest = Row(f"at_rest_{family}", 0, 0, 0, 0)
-            say({"begin": rest.pattern})
-            record = {**row_columns(rest), **bench.at_rest().record(), "peak_bytes": 0}
-            say({"row": {**record, **source}})
+                for record in measure(bench, row):
+                    say({"row": record})
+            if bench.heap_in_use:
+                rest = Row(f"at_rest_{family}", 0, 0, 0, 0)
+                say({"begin": rest.pattern})
+                say({"row": {**row_columns(rest), **bench.at_rest().record()}})
+
+
+def measure(bench: Bench, row: Row) -> list[dict[str, object]]:
+    """The records of one row. Ends the process after an error of the device."""
+    from benchmarks.harness import WrongResult
+    from benchmarks.runners import run
+    from devalloc.errors import DevallocError
+
+    try:
+        return [{**row_columns(row), **samples.record()} for samples in run(bench, row)]
+    except (WrongResult, DevallocError) as error:
+        if bench.heap_in_use:
+            bench.heap.reset()
+        return [failed_record(row, f"{type(error).__name__}: {error}")]
+    except Exception as error:  # the context may be dead: the parent starts another
+        say({"row": failed_record(row, f"error: {type(error).__name__}: {error}")})
+        traceback.print_exc()
+        os._exit(DEVICE_LOST)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``devalloc info``, ``devalloc demo``, ``devalloc view``, ``devalloc replay``.
+"""The command line: ``devalloc info``, ``demo``, ``view``, ``replay``, ``bench``.
 
 Anything that imports Triton is imported inside the commands, after `choose_device`: Triton reads
 TRITON_INTERPRET when it is imported.
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from devalloc import __version__
+from devalloc._benchmarks import load_benchmark
 from devalloc.errors import DevallocError, InvalidArgument
 from devalloc.report.environment import inspect_environment, interpreting
 from devalloc.sizes import parse_size
@@ -213,6 +214,35 @@ def replay(
     console.print(replay_table(replays))
     save_plot(output, replays, trace_file.name)
     console.print(f"plot: {output}", highlight=False, markup=False)
+
+
+class Benchmarks(click.Group):
+    """The commands of ``benchmarks/``, each imported when it is used."""
+
+    MODULES = {  # noqa: RUF012
+        "compare": "compare",
+        "device": "bench_device",
+        "order": "bench_order",
+        "plot": "plots",
+    }
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(self.MODULES)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in self.MODULES:
+            return None
+        try:
+            command = load_benchmark(self.MODULES[name]).main
+        except (DevallocError, ModuleNotFoundError) as error:
+            raise click.ClickException(" ".join(str(error).split())) from error
+        assert isinstance(command, click.Command)
+        return command
+
+
+@main.command(cls=Benchmarks)
+def bench() -> None:
+    """Measure the heap, and set the rows beside peers and targets (in a checkout)."""
 
 
 def require_folder(output: Path) -> None:

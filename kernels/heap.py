@@ -368,7 +368,10 @@ def free_any(heap, addr, active):
         one = tl.full(freed.shape, 1, tl.int64)
         now = tl.atomic_add(words + page, -one, mask=alone, sem="relaxed") - one
         care = (agree & needs_care(group_now)).to(tl.int32)
-        if tl.sum(care, axis=0) + count_lanes((alone & needs_care(now)) | (active & (freed == 0))) > 0:
+        if (
+            tl.sum(care, axis=0) + count_lanes((alone & needs_care(now)) | (active & (freed == 0)))
+            > 0
+        ):
             # One lane speaks for its group.
             speaks = shared & (lane_index(freed) % width == 0)
             now = tl.where(speaks, spread(group_now, width), now)
@@ -378,7 +381,9 @@ def free_any(heap, addr, active):
         one = tl.full((), 1, tl.int64)
         now = tl.atomic_add(words + page, -one, mask=freed, sem="relaxed") - one
         if (freed & needs_care(now)) | (active & (freed == 0)):
-            free_rest_scalar(heap, addr, page, granule, inside.to(tl.int32), freed.to(tl.int32), now)
+            free_rest_scalar(
+                heap, addr, page, granule, inside.to(tl.int32), freed.to(tl.int32), now
+            )
 
 
 @triton.jit

@@ -11,8 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import bench_device, compare, harness, rows, runners
-from benchmarks.compare import Results, peer_values
+from benchmarks import bench_device, comparison, cuda_malloc, harness, rows, runners, sweeps
+from benchmarks.bench import Bench, Trial, alloc_then_free, nothing
 from benchmarks.results import RowFile, newest, read_rows
 from benchmarks.rows import Row
 from benchmarks.worker import Job, failed_record
@@ -23,21 +23,25 @@ ADDRS = [BASE, BASE + 64, BASE + 4096, BASE + 8192]
 
 
 @pytest.fixture(scope="module")
-def bench(device: str) -> Iterator[runners.Bench]:
+def bench(device: str) -> Iterator[Bench]:
     place = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    with runners.Bench(place, 16 << 20, rounds=1, seed=1) as bench:
+    with Bench(place, 16 << 20, rounds=1, seed=1) as bench:
         yield bench
 
 
-TINY = {row.pattern: rows.shrink(row) for row in rows.all_rows() if row.size in (0, 64, 4096)}
-TINY |= {
-    row.pattern: rows.shrink(row) for row in rows.all_rows() if row.pattern in ("cta", "create")
+ALL = rows.rows_of(rows.GROUPS)
+TINY = {
+    row.pattern: rows.shrink(row)
+    for row in ALL
+    if row.allocator in ("devalloc", "none") and row.param != 99  # a full heap is searched slowly
 }
+TINY["bump"] = rows.shrink(rows.make("thread", 64, 100, allocator="bump"))
+TINY["cold"] = rows.shrink(rows.make("thread", 64, 100, state="cold"))
 
 
-@pytest.mark.parametrize("pattern", sorted(runners.RUNNERS))
-def test_a_workload_runs_and_leaves_the_heap_whole(bench: runners.Bench, pattern: str) -> None:
-    for samples in bench.run(TINY[pattern]):
+@pytest.mark.parametrize("pattern", sorted({*runners.RUNNERS, "bump", "cold"}))
+def test_a_workload_runs_and_leaves_the_heap_whole(bench: Bench, pattern: str) -> None:
+    for samples in runners.run(bench, TINY[pattern]):
         record = samples.record()
         assert record["check"] == "ok"
         assert samples.failures == 0 or pattern == "oom"
@@ -46,12 +50,12 @@ def test_a_workload_runs_and_leaves_the_heap_whole(bench: runners.Bench, pattern
     assert (rest.check, rest.values) == ("ok", [1.0])
 
 
-def test_at_rest_notices_what_was_not_freed(bench: runners.Bench) -> None:
+def test_at_rest_notices_what_was_not_freed(bench: Bench) -> None:
     bench.heap.malloc([64])
     assert "used" in bench.at_rest().check
 
 
-def test_at_rest_notices_a_recorded_error(bench: runners.Bench) -> None:
+def test_at_rest_notices_a_recorded_error(bench: Bench) -> None:
     bench.heap.free([bench.heap.base])
     assert "double free" in bench.at_rest().check
 
@@ -61,6 +65,10 @@ def test_at_rest_notices_a_recorded_error(bench: runners.Bench) -> None:
 
 def verdict(addrs: list[int], sizes: list[int]) -> harness.Verdict:
     return harness.verify(torch.tensor(addrs), torch.tensor(sizes), BASE, CAPACITY)
+
+
+def trial(bench: Bench, malloc: Any) -> Trial:
+    return Trial(bench.heap.base, bench.heap.capacity, malloc, free=nothing)
 
 
 def test_right_allocations_pass() -> None:
@@ -87,16 +95,77 @@ def test_a_planted_fault_is_found(change: dict[int, int], found: str) -> None:
         harness.require(verdict(addrs, SIZES))
 
 
-def test_an_allocator_that_hands_out_a_block_twice_is_not_timed(bench: runners.Bench) -> None:
+def test_an_allocator_that_hands_out_a_block_twice_is_not_timed(bench: Bench) -> None:
     addrs = bench.addresses(4)
     twice = torch.tensor([0, 64, 64, 128], device=bench.device) + bench.heap.base
     with pytest.raises(harness.WrongResult, match="1 overlaps"):
-        runners.alloc_then_free(bench, addrs, 64, lambda: addrs.copy_(twice), lambda: None)
+        alloc_then_free(bench, trial(bench, lambda: addrs.copy_(twice)), addrs, 64)
 
 
-def test_an_allocator_that_stores_nothing_is_not_timed(bench: runners.Bench) -> None:
+def test_an_allocator_that_stores_nothing_is_not_timed(bench: Bench) -> None:
     with pytest.raises(harness.WrongResult, match="4 nulls"):
-        runners.alloc_then_free(bench, bench.addresses(4), 64, lambda: None, lambda: None)
+        alloc_then_free(bench, trial(bench, nothing), bench.addresses(4), 64)
+
+
+def test_an_allocator_that_hands_out_what_lives_is_not_timed(bench: Bench) -> None:
+    addrs = bench.addresses(2)
+    given = torch.tensor([0, 64], device=bench.device) + bench.heap.base
+    with pytest.raises(harness.WrongResult, match="1 overlaps"):
+        alloc_then_free(bench, trial(bench, lambda: addrs.copy_(given)), addrs, 64, live=given[1:])
+
+
+def test_a_fill_row_that_cannot_fit_is_not_timed(bench: Bench) -> None:
+    row = rows.make("fill", 64, bench.fill_slots, param=50)
+    with pytest.raises(harness.WrongResult, match="do not fit: 512 slots are free"):
+        runners.run(bench, row)
+
+
+@pytest.mark.parametrize("level", [0, 50, 95])
+def test_the_fill_level_is_exact(bench: Bench, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def look(_bench: Bench, _trial: Trial, _out: Any, size: int, _rounds: Any, live: Any) -> Any:
+        seen.append(live.numel() * size)
+        return []
+
+    monkeypatch.setattr(sweeps, "alloc_then_free", look)
+    runners.run(bench, rows.shrink(rows.make("fill", 1024, 100, param=level)))
+    assert seen == [bench.fill_slots * level // 100 * 1024]
+
+
+def test_only_many_samples_have_a_tail() -> None:
+    few, many = harness.Samples("alloc", [1.0] * 10), harness.Samples("alloc", list(range(101)))
+    assert (few.record()["p99"], many.record()["p99"]) == ("", "99.000000")
+    assert "heap_bytes" not in few.record()
+
+
+# CUDA's own malloc
+
+
+def test_the_cuda_baseline_compiles_for_the_device() -> None:
+    try:
+        binary = cuda_malloc.compile_source(cuda_malloc.SOURCE, "sm_90")
+    except cuda_malloc.NotAvailable as error:
+        pytest.skip(str(error))
+    assert binary.startswith(b"\x7fELF")
+    assert all(name.encode() in binary for name in cuda_malloc.KERNELS)
+    with pytest.raises(RuntimeError, match="nonsense"):
+        cuda_malloc.compile_source("nonsense", "sm_90")
+
+
+@pytest.mark.gpu
+def test_the_cuda_baseline_is_measured(tmp_path: Path) -> None:
+    plan = (("thread", 1), ("thread", 1000), ("latency", 10))
+    chosen = tuple(rows.make(pattern, 64, n, allocator="cuda") for pattern, n in plan)
+    job = Job(chosen, "cuda", 64 << 20, 3, 1)
+    file = RowFile(tmp_path)
+    bench_device.Measurement(job, file, row_seconds=60.0, budget=120.0).run()
+    assert file.path is not None
+    found = read_rows(file.path)
+    assert {(row["check"], row["failures"], row["allocator"]) for row in found} == {
+        ("ok", "0", "cuda")
+    }
+    assert [row["op"] for row in found] == ["alloc", "free", "alloc", "free", "kernel"]
 
 
 # The command
@@ -120,7 +189,7 @@ def test_the_command_writes_rows_with_provenance(tmp_path: Path) -> None:
         "latency-64-4",
     ]
     assert all(row["check"] == "ok" and row["triton"] and row["date"] for row in found)
-    assert [row["median"] for row in found if row["op"] == "at_rest"] == ["1.000000"] * 2
+    assert [row["median"] for row in found if row["op"] == "at_rest"] == ["1.000000"]
     with pytest.raises(FileNotFoundError):
         newest(tmp_path)  # times of the interpreter are no results
 
@@ -170,89 +239,44 @@ def test_a_pattern_without_rows_is_refused(tmp_path: Path, pattern: str) -> None
     assert run_command(tmp_path, "--rows", pattern)[0] == 2
 
 
-# The tables
-
-
-def test_every_target_is_measured_and_every_key_is_unique() -> None:
-    plan = rows.all_rows()
-    assert len({row.key for row in plan}) == len(plan)
-    assert {line["row"] for line in read_rows(compare.TARGETS)} <= {row.name for row in plan}
-    assert {row.name for row in plan} >= rows.QUICK
-
-
-def test_the_best_peer_is_one_that_finished() -> None:
-    peers = read_rows(compare.PEERS)
-    best = {
-        name: compare.best(peer_values(peers, row, op), higher)
-        for name, row, op, higher in (
-            ("alloc", "thread-64-1000000", "alloc", False),
-            ("free", "thread-1024-1000000", "free", False),
-            ("oom", "oom-1024-10000", "utilisation", True),
-            ("frag", "frag-4096-100000", "span", False),
-            ("none", "thread-48-7", "alloc", False),
-        )
-    }
-    assert best["alloc"] == (pytest.approx(0.0588, abs=1e-4), "scatter")
-    assert best["free"] == (pytest.approx(0.0184, abs=1e-4), "gallatin")
-    assert best["oom"] == (0.75, "gallatin")
-    assert best["frag"][0] == pytest.approx(1.36, abs=0.01)
-    assert best["none"][1] == "-"
-
-
-def our_row(row: Row, op: str, median: float) -> dict[str, str]:
-    numbers = {"op": op, "median": median, "max": 2 * median, "failures": 0}
-    return {key: str(value) for key, value in (failed_record(row, "ok") | numbers).items()}
-
-
-def test_the_launch_is_added_and_never_subtracted() -> None:
-    ours = [
-        our_row(rows.make("empty", 0, 1), "kernel", 0.002),
-        our_row(rows.make("thread", 64, 1), "alloc", 0.004),
-        our_row(rows.make("frag", 4096, 100_000), "span", 1.05),
-    ]
-    assert Results(ours, (128, 1), 0.005).value("thread-64-1", "alloc") == pytest.approx(0.007)
-    assert Results(ours, (128, 1), 0.001).value("thread-64-1", "alloc") == pytest.approx(0.004)
-    assert Results(ours, (128, 1), 0.005).value("frag-4096-100000", "span") == pytest.approx(2.1)
-    assert math.isnan(Results(ours, (256, 2), 0.005).value("thread-64-1", "alloc"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "met"),
-    [
-        ({}, True),
-        ({"median": "0.5"}, False),
-        ({"check": "1 overlaps"}, False),
-        ({"failures": "3"}, False),
-    ],
-)
-def test_a_target_is_met_only_by_a_clean_row(changes: dict[str, str], met: bool) -> None:
-    row = rows.make("thread", 64, 1_000_000)
-    target = {"row": row.name, "op": "alloc", "target": "0.015", "unit": "ms", "better": "lower"}
-    results = Results([our_row(row, "alloc", 0.014) | changes], (128, 1))
-    (line,) = compare.compare(results, read_rows(compare.PEERS), [target])
-    assert line.met is met
-    assert f"| {'yes' if met else 'no'} |" in compare.markdown([line], [])
-
-
 def test_a_row_that_does_not_fit_is_left_out(tmp_path: Path) -> None:
-    rows_option = "^(empty-0-1|thread-4096-100000)@128"
+    rows_option = "^(empty-0-1|thread-4096-100000)@128x1$"
     status, output = run_command(tmp_path, "--rows", rows_option, "--heap", "128KiB")
     assert status == 0, output
     assert "1 rows need more" in output
 
 
-def test_the_width_table_shows_what_went_wrong() -> None:
-    row = rows.make("thread", 64, 1)
-    ours = [our_row(row, "alloc", 0.25), our_row(rows.make("thread", 64, 1, (256, 2)), "alloc", 1)]
-    ours[1]["check"] = "hang: over 90 s"
-    assert "| thread-64-1 | alloc | - | 0.25 | hang: over 90 s |  |" in compare.width_table(ours)
+# The plan
 
 
-def test_the_block_in_a_document_is_replaced(tmp_path: Path) -> None:
-    document = tmp_path / "performance.md"
-    document.write_text("before\n<!-- table:x -->\nold\n<!-- /table:x -->\nafter\n")
-    compare.write_block(document, "x", "new")
-    assert document.read_text() == "before\n<!-- table:x -->\nnew\n<!-- /table:x -->\nafter\n"
-    document.write_text("no markers")
-    with pytest.raises(compare.click.ClickException):
-        compare.write_block(document, "x", "new")
+def test_every_target_is_measured_and_every_key_is_unique() -> None:
+    assert len({row.key for row in ALL}) == len(ALL)
+    targets = {row.name for row in rows.target_rows()}
+    assert {line["row"] for line in read_rows(comparison.TARGETS)} <= targets
+    assert targets >= rows.QUICK
+
+
+def test_the_sweeps_span_what_they_should() -> None:
+    assert {1, 16_384, 16_777_216} <= {row.n for row in rows.n_rows()}
+    assert {row.size for row in rows.size_rows()} >= {16, 1 << 20}
+    assert [row.param for row in rows.fill_rows()][:7] == [0, 25, 50, 75, 90, 95, 99]
+    assert {row.param for row in rows.heap_rows()} >= {64 << 20, 100 << 30}
+    assert {row.warps for row in rows.warps_rows()} == {1, 2, 4, 8, 16}
+    assert {row.param for row in rows.streams_rows()} == {1, 2, 4, 8}
+    assert {row.param for row in rows.tail_rows()} == {0, 50, 95}
+    for row in [*rows.fill_rows(), *rows.tail_rows()]:
+        assert rows.FILL_SLOTS * (100 - (row.param or 0)) // 100 >= row.n
+
+
+def test_cuda_rows_come_last_and_in_a_child_of_their_own() -> None:
+    children = [row.child for row in ALL]
+    assert children == sorted(children, reverse=True)
+    assert set(children) == {"devalloc", "cuda"}
+
+
+def test_one_small_row_per_kernel_is_compiled_ahead() -> None:
+    ahead = rows.compile_only(ALL)
+    assert len({(row.lanes, row.warps) for row in ahead if row.pattern == "thread"}) == 10
+    assert all(row.n <= 2 and row.allocator == "devalloc" for row in ahead)
+    fills = [row for row in ALL if row.pattern in ("fill", "streams")]
+    assert [row.key for row in rows.compile_only(fills)] == ["thread-64-2@128x1"]

@@ -1,0 +1,159 @@
+"""Comparisons and rows as tables, for the terminal and for documents."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.comparison import Comparison, Results, best, number, peer_values, show
+from benchmarks.rows import GROUPS
+
+# The rows that the README shows, by what the row's name begins with.
+SHOWN = ("thread-64-1000000", "thread-1024-1000000", "mixed-4096-", "warp-1024-", "cta-65536-",
+         "cta-1048576-", "churn-1024-65536", "latency-64-", "oom-64-", "frag-")  # fmt: skip
+
+HEADER = ("row", "op", "unit", "ours", "best peer", "", "ratio", "target", "ceiling", "met")
+
+
+def cells(line: Comparison) -> tuple[str, ...]:
+    return (
+        line.row,
+        line.op,
+        line.unit,
+        show(line.ours) if not line.note else f"{show(line.ours)} ({line.note})",
+        show(line.peer),
+        line.peer_name,
+        show(line.ratio),
+        show(line.target),
+        show(line.ceiling),
+        "yes" if line.met else "no",
+    )
+
+
+def markdown(lines: list[Comparison], about: list[str]) -> str:
+    body = [f"| {' | '.join(cells(line))} |" for line in lines]
+    rule = "| --- | --- | --- | ---: | ---: | --- | ---: | ---: | ---: | --- |"
+    return "\n".join([*about, "", f"| {' | '.join(HEADER)} |", rule, *body])
+
+
+def print_table(lines: list[Comparison], about: list[str]) -> None:
+    table = Table(*HEADER)
+    for line in lines:
+        style = "green" if line.met else ("yellow" if line.ratio > 1 else "red")
+        table.add_row(*cells(line), style=style)
+    console = Console()
+    console.print(table)
+    for text in about:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def describe(rows: list[dict[str, str]], results: Results, lines: list[Comparison]) -> list[str]:
+    """Where the numbers come from, and the count of what was reached."""
+    first = rows[0]
+    known = [line for line in lines if not math.isnan(line.peer)]
+    ahead = sum(line.ratio > 1 and not line.note for line in known)
+    return [
+        f"{first['gpu']}, driver {first['driver']}, CUDA {first['cuda']}, torch {first['torch']}, "
+        f"Triton {first['triton']}, Python {first['python']}, commit {first['commit']}, "
+        f"{first['date'][:10]}. Medians of {first['rounds']} rounds.",
+        f"Targets met: {sum(line.met for line in lines)} of {len(lines)}. Ahead of the best peer: "
+        f"{ahead} of {len(known)}. Our empty kernel takes {show(results.empty)} ms; "
+        f"{show(results.launch)} ms were added to our times for the launch that the peers' "
+        "times contain.",
+    ]
+
+
+def short_table(lines: list[Comparison]) -> str:
+    """The README's rows: ours beside the best peer's."""
+    head = "| row | op | unit | devalloc | best peer | |\n| --- | --- | --- | ---: | ---: | --- |"
+    body = [f"| {' | '.join([*cells(line)[:6]])} |" for line in lines if line.row.startswith(SHOWN)]
+    return "\n".join([head, *body])
+
+
+# Groups ------------------------------------------------------------------------------------------
+
+GROUP_HEADER = ("row", "lanes x warps", "allocator", "caches", "op", "unit", "median", "p20", "p80",
+                "p99", "best peer", "")  # fmt: skip
+
+
+def group_cells(row: dict[str, str], peers: list[dict[str, str]]) -> tuple[str, ...]:
+    """A measured row as it is, with the best peer's where one measured the same."""
+    parts = row["row"].split("-")
+    peer, name = math.nan, ""
+    if len(parts) == 3 and row["op"] in ("alloc", "free", "kernel", "create"):
+        peer, name = best(peer_values(peers, row["row"], row["op"]), higher_is_better=False)
+    if row["pattern"] in ("write", "write_base"):
+        peer, name = math.nan, ""
+    median = show(number(row["median"])) if row["check"] == "ok" else row["check"]
+    quantiles = (show(number(row[column])) for column in ("p20", "p80", "p99"))
+    return (
+        row["row"],
+        f"{row['lanes']} x {row['warps']}",
+        row["allocator"],
+        row["state"],
+        row["op"],
+        row["unit"],
+        median,
+        *quantiles,
+        show(peer),
+        name if not math.isnan(peer) else "",
+    )
+
+
+def rows_table(rows: list[dict[str, str]], peers: list[dict[str, str]]) -> str:
+    """Rows as measured."""
+    body = [f"| {' | '.join(group_cells(row, peers))} |" for row in rows]
+    rule = "| --- | --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |"
+    return "\n".join([f"| {' | '.join(GROUP_HEADER)} |", rule, *body])
+
+
+def group_table(rows: list[dict[str, str]], peers: list[dict[str, str]], group: str) -> str | None:
+    """The rows of a group as measured, or None if there are none."""
+    keys = {
+        (row.name, str(row.lanes), str(row.warps), row.allocator, row.state)
+        for row in GROUPS[group](None)
+    }
+    columns = ("row", "lanes", "warps", "allocator", "state")
+    found = [row for row in rows if tuple(row[column] for column in columns) in keys]
+    return rows_table(found, peers) if found else None
+
+
+def all_tables(
+    rows: list[dict[str, str]],
+    peers: list[dict[str, str]],
+    order: list[dict[str, str]],
+    about: list[str],
+) -> str:
+    """Everything measured, group by group. A row that is in two groups is shown in both. `order`
+    are rows of ``bench_order``, if there are any."""
+    text = [
+        "# Measured rows",
+        "Made by `devalloc bench compare --write-docs` from the newest rows beside it. Our times "
+        "are without the host's launch; those of the peers contain it.",
+        about[0],
+    ]
+    for group, plan in GROUPS.items():
+        table = group_table(rows, peers, group)
+        if table:
+            text += [f"## {group}", " ".join(str(plan.__doc__).split()), table]
+    if order:
+        about_order = f"One turn of a loop of dependent atomics; commit {order[0]['commit']}."
+        text += ["## order", about_order, rows_table(order, [])]
+    return "\n\n".join(text) + "\n"
+
+
+# Documents ---------------------------------------------------------------------------------------
+
+
+def write_block(document: Path, name: str, text: str) -> None:
+    """Replace what stands between the markers; a document without them is an error."""
+    begin, end = f"<!-- table:{name} -->", f"<!-- /table:{name} -->"
+    old = document.read_text()
+    if old.count(begin) != 1 or old.count(end) != 1 or old.index(begin) > old.index(end):
+        raise click.ClickException(f"{document} needs one {begin} and, after it, one {end}")
+    before, _, rest = old.partition(begin)
+    document.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")

@@ -1,0 +1,45 @@
+"""Finding the folder ``benchmarks/``, which is not installed: it belongs to a checkout.
+
+The benchmarks read the targets and the peers' rows beside them, write result files, and put their
+tables into the documents of the checkout; a wheel has none of these.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from devalloc.errors import DevallocError
+
+
+def load_benchmark(name: str, root: Path | None = None) -> ModuleType:
+    """Import a module of ``benchmarks/`` from the checkout that this package is part of.
+
+    Parameters
+    ----------
+    name : str
+        Such as ``"bench_device"``.
+    root : Path, optional
+        Folder of the checkout. Default: the one that has this package.
+
+    Raises
+    ------
+    DevallocError
+        If there is no such checkout, or another package is imported under that name already.
+    """
+    root = root or Path(__file__).resolve().parent.parent
+    folder = root / "benchmarks"
+    if not (folder / f"{name}.py").is_file():
+        raise DevallocError(
+            f"the benchmarks are not installed with devalloc, and {folder} does not have them: "
+            "clone the repository and install it with pip install -e ."
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    module = importlib.import_module(f"benchmarks.{name}")
+    found = Path(str(module.__file__)).resolve().parent
+    if found != folder:
+        raise DevallocError(f"another package is named benchmarks: {found}, not {folder}")
+    return module
