@@ -20,7 +20,7 @@ import torch
 from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import InvalidArgument, OutOfMemory
 from devalloc.sizes import format_size, parse_size
-from devalloc.sources import CudaSource, HostSource, Segment, Source
+from devalloc.sources import AsyncSource, CudaSource, HostSource, Segment, Source
 
 if TYPE_CHECKING:
     from devalloc.heap import Heap
@@ -301,7 +301,7 @@ class _ArenaSource:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self.device = arena.device
-        self.capabilities = getattr(arena._source, "capabilities", None)
+        self.capabilities = arena._source.capabilities
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
         return self._arena._malloc(nbytes, stream)
@@ -315,6 +315,7 @@ class _ArenaSource:
 
 _SOURCES: dict[str, Callable[[torch.device], Source]] = {
     "cuda": CudaSource,
+    "async": AsyncSource,
     "host": lambda device: HostSource(),
 }
 

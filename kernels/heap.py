@@ -14,7 +14,7 @@ Owns the live bits: the bit of an address is set while an allocation begins ther
 import triton
 import triton.language as tl
 
-from .atomics import atomic_cas, atomic_load, fence
+from .atomics import atomic_load, fence
 from .bits import comb, divide, low_mask, lowest_bit, lsr, mix, popcount, select_bit
 from .lanes import (
     any_lane,
@@ -26,7 +26,6 @@ from .lanes import (
     rank_of,
 )
 from .layout import (
-    ATTACHED,
     E_DOUBLE_FREE,
     E_INVALID_ARGUMENT,
     E_INVALID_FREE,
@@ -35,16 +34,15 @@ from .layout import (
     G_BASE,
     G_PAGE_WORDS,
     G_PAGES,
-    G_STRIPES,
     KIND_FREE,
     KIND_RUN,
     MAX_SLOT,
     PAGE_BYTES,
     PAGE_LOG2,
-    PUBLISHED,
     RUN,
     RUNS,
     class_bytes,
+    is_slab,
     live_words_ptr,
     load_geometry,
     page_bits_ptr,
@@ -54,10 +52,8 @@ from .layout import (
     page_word_ptr,
     program_index,
     size_class,
-    is_slab,
     stripe_credits,
     stripe_place,
-    stripe_ptr,
 )
 from .pages import release_run
 from .record import record_error
