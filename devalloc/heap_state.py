@@ -130,19 +130,23 @@ class Geometry:
         return self.live_bits + self.pages * layout.LIVE_WORDS.value
 
     def header(self, base: int) -> list[int]:
-        """The immutable words, in the order of ``kernels/layout.py``."""
-        return [
-            layout.MAGIC,
-            base,
-            self.pages,
-            self.stripes,
-            self.row_words,
-            self.max_batch,
-            self.hints,
-            self.page_bits,
-            self.page_words,
-            self.live_bits,
-            self.words,
+        """The immutable words, as in ``kernels/layout.py``."""
+        numbers = {
+            layout.G_PAGES: self.pages,
+            layout.G_STRIPES: self.stripes,
+            layout.G_LIVE_BITS: self.live_bits,
+            layout.G_PAGE_WORDS: self.page_words,
+            layout.G_PAGE_BITS: self.page_bits,
+            layout.G_HINTS: self.hints,
+            layout.G_ROW_WORDS: self.row_words,
+            layout.G_MAX_BATCH: self.max_batch,
+            layout.G_WORDS: self.words,
+        }
+        fields = [0] * 10
+        for field, number in numbers.items():
+            fields[field.value] = number
+        return [layout.MAGIC, base] + [
+            low + (high << 32) for low, high in zip(fields[::2], fields[1::2], strict=True)
         ]
 
 

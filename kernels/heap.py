@@ -31,7 +31,6 @@ from .layout import (
     E_INVALID_FREE,
     E_OUT_OF_MEMORY,
     ERRORS,
-    G_BASE,
     G_PAGE_WORDS,
     G_PAGES,
     KIND_FREE,
@@ -44,6 +43,7 @@ from .layout import (
     class_bytes,
     is_slab,
     live_words_ptr,
+    load_base,
     load_geometry,
     page_bits_ptr,
     page_class,
@@ -90,7 +90,7 @@ def live_bit(heap, page, granule):
 @triton.jit
 def address_of(heap, page, granule):
     offset = (page.to(tl.int64) << PAGE_LOG2) + (granule << 4).to(tl.int64)
-    return load_geometry(heap, G_BASE) + offset
+    return load_base(heap) + offset
 
 
 @triton.jit
@@ -323,7 +323,7 @@ def malloc_run(heap, length):
 @triton.jit
 def locate(heap, addr, active):
     """``(inside, page, granule)``: is it an aligned address of the heap; its page and granule."""
-    offset = addr - load_geometry(heap, G_BASE)
+    offset = addr - load_base(heap)
     size = load_geometry(heap, G_PAGES) << PAGE_LOG2
     inside = active & (offset >= 0) & (offset < size) & ((offset & 15) == 0)
     offset = tl.where(inside, offset, 0)

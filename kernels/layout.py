@@ -59,18 +59,20 @@ NUM_CLASSES = tl.constexpr(38)
 MAX_SLOT = tl.constexpr(1 << 15)
 MAX_BATCH = tl.constexpr(32)
 
-# Geometry words.
-G_MAGIC = tl.constexpr(0)
-G_BASE = tl.constexpr(1)
-G_PAGES = tl.constexpr(2)
-G_STRIPES = tl.constexpr(3)
-G_ROW_WORDS = tl.constexpr(4)
-G_MAX_BATCH = tl.constexpr(5)
-G_HINTS = tl.constexpr(6)
-G_PAGE_BITS = tl.constexpr(7)
-G_PAGE_WORDS = tl.constexpr(8)
-G_LIVE_BITS = tl.constexpr(9)
-G_WORDS = tl.constexpr(10)  # length of the control block
+# Geometry: two whole words, then numbers below 2**32, two to a word, so that a fast path needs
+# few loads and few registers.
+MAGIC_WORD = tl.constexpr(0)
+BASE_WORD = tl.constexpr(1)  # address of page 0
+PACKED_WORD = tl.constexpr(2)
+G_PAGES = tl.constexpr(0)
+G_STRIPES = tl.constexpr(1)
+G_LIVE_BITS = tl.constexpr(2)
+G_PAGE_WORDS = tl.constexpr(3)
+G_PAGE_BITS = tl.constexpr(4)
+G_HINTS = tl.constexpr(5)
+G_ROW_WORDS = tl.constexpr(6)
+G_MAX_BATCH = tl.constexpr(7)
+G_WORDS = tl.constexpr(8)  # length of the control block
 
 # Mutable words at fixed places.
 ERRORS = tl.constexpr(32)
@@ -111,7 +113,7 @@ BATCH_SHIFT = tl.constexpr(55)
 
 
 @triton.jit
-def load_geometry(heap, word: tl.constexpr):
+def load_immutable(heap, word: tl.constexpr):
     """One immutable word of the control block (int64).
 
     On CUDA by a load that is declared to read what nobody writes. A plain load would have to be
@@ -129,6 +131,23 @@ def load_geometry(heap, word: tl.constexpr):
         )
     else:
         value = tl.load(heap + word)
+    return value
+
+
+@triton.jit
+def load_base(heap):
+    """The address of page 0."""
+    return load_immutable(heap, BASE_WORD)
+
+
+@triton.jit
+def load_geometry(heap, field: tl.constexpr):
+    """One of the G_ numbers, as int64."""
+    word = load_immutable(heap, PACKED_WORD + field // 2)
+    if field % 2 == 0:
+        value = word & 0xFFFFFFFF
+    else:
+        value = word >> 32
     return value
 
 

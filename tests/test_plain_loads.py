@@ -17,7 +17,7 @@ KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 # "module.function" -> why what it loads cannot change while it looks.
 ALLOWED = {
     "atomics.fence": "inline assembly that reads nothing: the fence instruction",
-    "layout.load_geometry": "geometry words are written before the heap is handed to any kernel",
+    "layout.load_immutable": "geometry words are written before the heap is handed to any kernel",
     "heap.copy": "payload of realloc: both blocks belong to the caller, no branch reads it",
     "upkeep.malloc_kernel": "the tensor of requests; nobody writes it while the kernel runs",
     "upkeep.free_kernel": "the tensor of addresses; nobody writes it while the kernel runs",
