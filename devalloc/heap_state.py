@@ -85,7 +85,7 @@ class Geometry:
 
     @staticmethod
     def of(pages: int) -> Geometry:
-        stripes = min(32, max(1, 1 << (pages // 256).bit_length() >> 1))
+        stripes = min(64, max(1, 1 << (pages // 256).bit_length() >> 1))
         max_batch = min(layout.MAX_BATCH.value, max(1, pages // (stripes * 64)))
         return Geometry(pages, stripes, max_batch)
 
