@@ -85,7 +85,7 @@ ENTRY_POINTS: dict[str, list[tuple[dict[str, str], int, dict[str, int]]]] = {
     "devalloc.kernels.upkeep.malloc_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.free_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.usable_size_kernel": [(REQUESTS, 1, BLOCK)],
-    "devalloc.kernels.upkeep.trim_kernel": [(HEAP | {"stripes": "i32"}, 1, {})],
+    "devalloc.kernels.upkeep.trim_kernel": [(HEAP | {"batches": "i32"}, 1, {})],
     "devalloc.demo.lists.insert_kernel": [
         (HEAP | LISTS | BATCH | SIZES | {"accepted_ptr": "*i8"}, 4, WIDE)
     ],
