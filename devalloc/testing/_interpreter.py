@@ -8,6 +8,7 @@ faster.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -226,6 +227,71 @@ def _call_directly(function: InterpretedFunction, *args: Any, **kwargs: Any) -> 
     return rewritten(*args, **kwargs)
 
 
+def _remembering_tensor(
+    plain: Callable[[Any, Any, Any], None],
+) -> Callable[[Any, Any, Any], None]:
+    """``tl.tensor.__init__``, which derives everything but the handle from the type: once."""
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        fields = type.__dict__.get("_tensor_fields")
+        if fields is None:
+            plain(self, handle, type)
+            fields = {name: value for name, value in vars(self).items() if name != "handle"}
+            type._tensor_fields = fields
+        else:
+            vars(self).update(fields)
+            self.handle = handle
+
+    return init
+
+
+def _remembering_element(
+    plain: Callable[[Any, Any], Any],
+) -> Callable[[Any, Any], Any]:
+    """``tl.block_type.with_element_ty``, one object for each shape and element."""
+
+    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+        known = self.__dict__.setdefault("_with_element_ty", {})
+        pair = known.get(id(scalar_ty))
+        if pair is None:
+            pair = known[id(scalar_ty)] = (scalar_ty, plain(self, scalar_ty))
+        return pair[1]
+
+    return with_element_ty
+
+
+def _remembering_dtype(plain: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
+    """``_get_np_dtype``, which makes a table of all types for each call."""
+    known: dict[str, np.dtype] = {}
+
+    def get(dtype: Any) -> np.dtype:
+        if type(dtype) is not tl.dtype:
+            return plain(dtype)
+        if dtype.name not in known:
+            known[dtype.name] = plain(dtype)
+        return known[dtype.name]
+
+    return get
+
+
+def _hasten(scope: Any) -> None:
+    """Replace what the interpreter computes again and again by what it computed first.
+
+    Overflow checks go: they are asserts, which are off unless the interpreter is in debug mode.
+    """
+    scope.set_attr(tl.tensor, "__init__", _remembering_tensor(tl.tensor.__init__))
+    element = _remembering_element(tl.block_type.with_element_ty)
+    scope.set_attr(tl.block_type, "with_element_ty", element)
+    # In the interpreter a type is its own IR type.
+    scope.set_attr(tl.block_type, "to_ir", lambda self, builder: self)
+    dtypes = _remembering_dtype(interpreter._get_np_dtype)
+    scope.set_attr(interpreter, "_get_np_dtype", dtypes)
+    options = _BUILDER.options
+    if not options.debug:
+        unchecked = dataclasses.replace(options, sanitize_overflow=False)
+        scope.set_attr(_BUILDER, "options", unchecked)
+
+
 def _language() -> None:
     """Names the modules whose functions a session patches: see its globals."""
 
@@ -244,6 +310,7 @@ def session(steered: Callable[[], AccessHook | None]) -> Iterator[None]:
     before = (_BUILDER.__dict__.get("grid_idx"), _BUILDER.__dict__.get("grid_dim"))
     scope = interpreter._patch_lang(_language)
     try:
+        _hasten(scope)
         for name in hooks.NAMES:
             setattr(_BUILDER, name, getattr(hooks, name))
         InterpretedFunction.__call__ = _call_directly
