@@ -7,17 +7,16 @@ program up to the next such one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from devalloc.testing._memory import Memory
 from devalloc.testing._program import Access, Cursor, Program
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """A value that a program stored to the journal: its number, the element, the value."""
 
     program: int
@@ -65,7 +64,9 @@ class Execution:
         journal: Journal | None,
         switch_at_all: bool,
         patience: int,
+        after_step: Callable[[Execution], None] | None = None,
     ) -> None:
+        self.after_step = after_step
         self.programs = programs
         self.memory = memory
         self.journal = journal
@@ -139,6 +140,8 @@ class Execution:
         self.last = index
         self._perform(index, mark.changed)
         self._settle(index, mark.changed)
+        if self.after_step is not None:
+            self.after_step(self)
         return mark
 
     def _perform(self, index: int, changed: list[tuple[int, int]]) -> None:

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from triton._C.libtriton import ir
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction, TensorHandle
 
@@ -68,7 +69,7 @@ class Lanes:
 
     def __init__(self, mask: np.ndarray, shape: tuple[int, ...], fill: np.ndarray | None) -> None:
         self.shape = shape
-        self.mask = np.broadcast_to(mask, shape).ravel()
+        self.mask = np.broadcast_to(mask, shape).ravel().astype(bool)
         self.all = bool(self.mask.all())
         self.fill = fill
 
@@ -274,6 +275,23 @@ def _remembering_dtype(plain: Callable[[Any], np.dtype]) -> Callable[[Any], np.d
     return get
 
 
+def _remembering_common_type(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``TritonSemantic.computation_type_impl``: the type in which two operands are computed."""
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def common(self: Any, a: Any, *rest: Any) -> Any:
+        key = (a.name, *(value.name if isinstance(value, tl.dtype) else value for value in rest))
+        if key not in known:
+            known[key] = plain(self, a, *rest)
+        return known[key]
+
+    return common
+
+
+def _quick_equality(plain: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda self, other: self is other or plain(self, other)
+
+
 def _hasten(scope: Any) -> None:
     """Replace what the interpreter computes again and again by what it computed first.
 
@@ -282,6 +300,9 @@ def _hasten(scope: Any) -> None:
     scope.set_attr(tl.tensor, "__init__", _remembering_tensor(tl.tensor.__init__))
     element = _remembering_element(tl.block_type.with_element_ty)
     scope.set_attr(tl.block_type, "with_element_ty", element)
+    scope.set_attr(tl.dtype, "__eq__", _quick_equality(tl.dtype.__eq__))
+    common = _remembering_common_type(TritonSemantic.computation_type_impl)
+    scope.set_attr(TritonSemantic, "computation_type_impl", common)
     # In the interpreter a type is its own IR type.
     scope.set_attr(tl.block_type, "to_ir", lambda self, builder: self)
     dtypes = _remembering_dtype(interpreter._get_np_dtype)

@@ -129,6 +129,8 @@ class Interleaving:
         ``check(run)`` is called when all programs have ended, and raises if the memory or
         ``run.events`` are wrong. It must depend on nothing else: of equal outcomes only the first
         is checked. It may write to the launches' tensors; that is undone.
+    invariant : callable, optional
+        ``invariant(run)`` is called after every step, in the same way: what always holds.
     switch_at : "atomics" or "all"
         Where programs take turns: before atomics, or before plain loads and stores as well.
     memory : sequence of (address, bytes)
@@ -158,6 +160,7 @@ class Interleaving:
         self,
         *launches: Launch,
         check: Callable[[Run], None] | None = None,
+        invariant: Callable[[Run], None] | None = None,
         switch_at: str = "atomics",
         memory: Sequence[tuple[int, int]] = (),
         journal: torch.Tensor | None = None,
@@ -171,6 +174,7 @@ class Interleaving:
             raise InvalidArgument(f"switch_at is 'atomics' or 'all', not {switch_at!r}")
         self._launches = launches
         self._check = check
+        self._invariant = invariant
         self._switch_at_all = switch_at == "all"
         self._split_blocks = split_blocks
         self._step_limit = step_limit
@@ -185,6 +189,7 @@ class Interleaving:
         self._memory = Memory([*own, *memory])
         self._journal = None if journal is None else _journal(journal)
         self._passed: set[object] = set()
+        self._held: set[object] = set()
         self._programs = self._make_programs()
 
     def _make_programs(self) -> list[Program]:
@@ -266,13 +271,19 @@ class Interleaving:
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
         self._passed = set()
+        self._held = set()
         self._memory.forget()
         with _interpreter.session(steered):
             yield
 
     def _execution(self) -> Execution:
         return Execution(
-            self._programs, self._memory, self._journal, self._switch_at_all, self._patience
+            self._programs,
+            self._memory,
+            self._journal,
+            self._switch_at_all,
+            self._patience,
+            None if self._invariant is None else self._hold,
         )
 
     def _sample(self, strategy: Strategy, budget: Budget) -> tuple[int, int]:
@@ -303,7 +314,8 @@ class Interleaving:
         except Exception as error:
             attempt = _Attempt(list(execution.trace), self._run(execution), error)
             execution.close()
-            raise self._shrunk(attempt, f"schedule {search.ends + 1} of {strategy!r}") from None
+            failure = self._shrunk(attempt, f"schedule {search.ends + 1} of {strategy!r}")
+            raise failure from failure.__cause__
         finally:
             execution.close()
         return search.ends, search.steps, complete
@@ -326,17 +338,26 @@ class Interleaving:
 
     def _judge(self, execution: Execution) -> None:
         """Check the end of a schedule, unless an equal one has passed."""
-        outcome = (self._memory.key, tuple(execution.events))
-        if outcome in self._passed:
+        self._ask(self._check, execution, self._passed)
+
+    def _hold(self, execution: Execution) -> None:
+        """Check the invariant, unless it held in an equal state."""
+        self._ask(self._invariant, execution, self._held)
+
+    def _ask(
+        self, question: Callable[[Run], None] | None, execution: Execution, answered: set[object]
+    ) -> None:
+        state = (self._memory.key, tuple(execution.events))
+        if state in answered:
             return
-        if self._check is not None:
+        if question is not None:
             saved = [storage.clone() for storage in self._storages]
             try:
-                self._check(self._run(execution))
+                question(self._run(execution))
             finally:
                 for storage, values in zip(self._storages, saved, strict=True):
                     storage.copy_(values)
-        self._passed.add(outcome)
+        answered.add(state)
 
     # Failing ----------------------------------------------------------------------------------
 
@@ -351,8 +372,12 @@ class Interleaving:
         trace = shrink(found.trace, fails, Budget(_SHRINK_RUNS, _SHRINK_SECONDS))
         parts = segments(trace)
         # The shortest text for it: what comes after its end follows by itself.
-        short = next((keep for keep in range(len(parts)) if fails(parts[:keep]) == trace), None)
-        schedule = text(parts if short is None else parts[:short])
+        for keep in range(len(parts)):
+            failed = fails(parts[:keep])
+            if failed is not None and preemptions(segments(failed)) <= preemptions(parts):
+                parts = parts[:keep]
+                break
+        schedule = text(parts)
         attempt = self._attempt(follow(parse(schedule)))
         if attempt.error is None:
             attempt, schedule = found, text(segments(found.trace))
@@ -373,6 +398,7 @@ class Interleaving:
     def _story(self, parts: list[Segment]) -> list[str]:
         """What each program was about to do when it lost its turn."""
         execution = self._execution()
+        execution.after_step = None
         lines: list[str] = []
         try:
             execution.start()
