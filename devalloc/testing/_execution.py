@@ -20,7 +20,7 @@ class Event(NamedTuple):
     """A value that a program stored to the journal: its number, the element, the value."""
 
     program: int
-    index: int
+    element: int
     value: int
 
 
@@ -62,7 +62,7 @@ class Execution:
         programs: Sequence[Program],
         memory: Memory,
         journal: Journal | None,
-        switch_at_all: bool,
+        switch_kinds: tuple[str, ...],
         patience: int,
         after_step: Callable[[Execution], None] | None = None,
     ) -> None:
@@ -70,7 +70,7 @@ class Execution:
         self.programs = programs
         self.memory = memory
         self.journal = journal
-        self.switch_at_all = switch_at_all
+        self.switch_kinds = switch_kinds
         self.patience = patience
         self.trace: list[int] = []
         self.events: list[Event] = []
@@ -171,7 +171,7 @@ class Execution:
             self.events.append(Event(index, element, value))
 
     def _switches(self, access: Access) -> bool:
-        if self.switch_at_all or access.atomic:
+        if access.kind.startswith(self.switch_kinds):
             return True
         return self.journal is not None and self.journal.holds(access)
 

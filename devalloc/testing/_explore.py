@@ -11,6 +11,7 @@ from devalloc.testing._execution import Execution, Mark
 from devalloc.testing._program import Access
 from devalloc.testing.schedules import Choice, Segment, segments
 
+
 class Stuck(Exception):
     """A run did not end within its bound of steps."""
 
@@ -195,5 +196,3 @@ def _halvings(count: int) -> Iterator[int]:
     while gap > 0:
         yield count - gap
         gap //= 2
-
-

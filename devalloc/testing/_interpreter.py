@@ -313,11 +313,9 @@ def _hasten(scope: Any) -> None:
         scope.set_attr(_BUILDER, "options", unchecked)
 
 
-def _language() -> None:
-    """Names the modules whose functions a session patches: see its globals."""
-
-
-_LANGUAGE_USED = (tl, core)
+def _language() -> tuple[Any, Any]:
+    """The modules that a session patches: Triton finds them among the globals of this function."""
+    return tl, core
 
 
 @contextmanager
@@ -387,7 +385,7 @@ def enter_program(grid: tuple[int, int, int], index: tuple[int, int, int]) -> No
 
 
 def call_stack() -> tuple[tuple[str, int, str], ...]:
-    """Where the running program is: (file, line, function) of the kernel's code, innermost first."""
+    """Where the running program is: (file, line, function) in the kernel, innermost first."""
     frames = []
     frame: Any = sys._getframe(1)
     while frame is not None:

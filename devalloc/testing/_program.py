@@ -44,10 +44,6 @@ class Access:
         self.run = run
         self.stack = stack
 
-    @property
-    def atomic(self) -> bool:
-        return self.kind.startswith("atomic")
-
 
 class Node:
     """A point in a program's behaviour: an access, a look at result ``index``, or the end.

@@ -44,6 +44,13 @@ from devalloc.testing.schedules import (
 
 _MAX_NODES = 400_000  # remembered behaviour, about 1 KiB each
 _STORY_ENDS = 12
+
+# How the kinds of access begin before which programs are switched.
+SWITCH_AT = {
+    "atomics": ("atomic",),
+    "writes": ("atomic", "store"),
+    "all": ("atomic", "store", "load"),
+}
 _SHRINK_RUNS = 2000
 _SHRINK_SECONDS = 20.0
 
@@ -64,7 +71,7 @@ class Launch:
         if not 1 <= len(grid) <= 3 or math.prod(grid) < 1:
             raise InvalidArgument(f"a grid is 1 to 3 positive ints, not {grid!r}")
         self.name = str(getattr(kernel, "__name__", kernel))
-        self.grid = (*grid, 1, 1)[:3]
+        self.grid: tuple[int, int, int] = (*grid, 1, 1)[:3]  # type: ignore[assignment]
         self.body, self.tensors = _interpreter.bind(kernel, grid, args, kwargs)
 
 
@@ -131,8 +138,9 @@ class Interleaving:
         is checked. It may write to the launches' tensors; that is undone.
     invariant : callable, optional
         ``invariant(run)`` is called after every step, in the same way: what always holds.
-    switch_at : "atomics" or "all"
-        Where programs take turns: before atomics, or before plain loads and stores as well.
+    switch_at : "atomics", "writes" or "all"
+        Where programs take turns: before atomics; before plain stores as well; before plain loads
+        as well. The fewer, the faster.
     memory : sequence of (address, bytes)
         Memory that programs reach other than through the launches' tensors.
     journal : torch.Tensor, optional
@@ -170,12 +178,12 @@ class Interleaving:
     ) -> None:
         if not launches:
             raise InvalidArgument("nothing to run: give at least one Launch")
-        if switch_at not in ("atomics", "all"):
-            raise InvalidArgument(f"switch_at is 'atomics' or 'all', not {switch_at!r}")
+        if switch_at not in SWITCH_AT:
+            raise InvalidArgument(f"switch_at is one of {', '.join(SWITCH_AT)}, not {switch_at!r}")
         self._launches = launches
         self._check = check
         self._invariant = invariant
-        self._switch_at_all = switch_at == "all"
+        self._switch_kinds = SWITCH_AT[switch_at]
         self._split_blocks = split_blocks
         self._step_limit = step_limit
         self._patience = patience
@@ -281,7 +289,7 @@ class Interleaving:
             self._programs,
             self._memory,
             self._journal,
-            self._switch_at_all,
+            self._switch_kinds,
             self._patience,
             None if self._invariant is None else self._hold,
         )
@@ -363,6 +371,7 @@ class Interleaving:
 
     def _shrunk(self, found: _Attempt, origin: str) -> ScheduleError:
         """The error for a failed attempt, after looking for a simpler one."""
+
         def fails(wanted: list[Segment]) -> list[int] | None:
             attempt = self._attempt(follow(wanted))
             if attempt.error is None:

@@ -55,11 +55,11 @@ def follow(wanted: Sequence[Segment]) -> Choice:
         unfinished = execution.unfinished()
         while rest:
             program, steps = rest[-1]
-            if steps > 0 and program in unfinished:
-                # A segment without a count ends where its program would only wait.
-                if steps < FOREVER or not execution.spinning(program):
-                    rest[-1][1] -= 1 if steps < FOREVER else 0
-                    return program
+            # A segment without a count ends where its program would only wait.
+            waits = steps >= FOREVER and program in unfinished and execution.spinning(program)
+            if steps > 0 and program in unfinished and not waits:
+                rest[-1][1] -= 1 if steps < FOREVER else 0
+                return program
             rest.pop()
         return one_after_another(execution)
 

@@ -88,7 +88,7 @@ class History:
         most = max(len(ops) for ops in script)
         begun: dict[tuple[int, int], int] = {}
         for moment, event in enumerate(events):
-            place, entry = divmod(event.index, ENTRIES.value)
+            place, entry = divmod(event.element, ENTRIES.value)
             at = divmod(place, most)
             op = script[at[0]][at[1]]
             slot = op.slot + max(entry - 1, 0)
@@ -113,7 +113,7 @@ class History:
             return
         size = set_aside(op.amount)
         end = self.base + self.pages * PAGE_BYTES
-        assert self.base <= address and address + size <= end, (
+        assert self.base <= address <= end - size, (
             f"H1: {size} B at {address:#x} lie outside of the heap\n{self}"
         )
         assert address % 16 == 0, f"H1: {address:#x} is not aligned\n{self}"
@@ -192,9 +192,7 @@ def has_room(live: Iterable[Block], size: int, base: int, pages: int) -> bool:
     free = [not blocks for blocks in held]
     if size <= MAX_SLOT:
         slots = CLASS_SLOTS[CLASS_SIZES.index(size)]
-        return any(
-            not blocks or (set(blocks) == {size} and len(blocks) < slots) for blocks in held
-        )
+        return any(not blocks or (set(blocks) == {size} and len(blocks) < slots) for blocks in held)
     wanted = size // PAGE_BYTES
     starts = range(0, pages - wanted + 1, CHUNK if wanted >= CHUNK else 1)
     return any(

@@ -98,6 +98,7 @@ class Laboratory:
                 OPS=ops,
             ),
             check=self.check,
+            switch_at="writes",
             memory=[(heap.base, heap.capacity)],
             journal=self.journal,
             split_blocks=scenario.split_blocks,

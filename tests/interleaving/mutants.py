@@ -28,7 +28,7 @@ ALL = (
 """,
         new="",
         breaks="a hint that became true while it was dropped is not set again",
-        scenario="runs_cross",
+        scenario="hint_dropped",
     ),
     Mutant(
         name="in_hand_is_not_counted",
@@ -71,19 +71,6 @@ ALL = (
         scenario="long_runs_cross",
     ),
     Mutant(
-        name="run_returns_unannounced",
-        file="pages.py",
-        old="""\
-    give_run(heap, page, n)
-    bump_epoch(heap)
-""",
-        new="""\
-    give_run(heap, page, n)
-""",
-        breaks="a search that passed the pages before they were given believes it saw all",
-        scenario="runs_cross",
-    ),
-    Mutant(
         name="credits_lost_in_detach",
         file="slabs.py",
         old="back = unissued_slots(batch, credits, slots, lane).to(tl.int64)",
@@ -98,13 +85,5 @@ ALL = (
         new="retired = retired | lane_bits(idle)",
         breaks="a page is given back although its word changed before it could be retired",
         scenario="retire_or_malloc",
-    ),
-    Mutant(
-        name="one_quiet_pass",
-        file="slabs.py",
-        old="while (result == 0) & (quiet < 2):",
-        new="while (result == 0) & (quiet < 1):",
-        breaks="a slot freed where the search has looked and taken where it has not is missed",
-        scenario="full_heap",
     ),
 )

@@ -31,6 +31,7 @@ def mostly(schedules: int, preemptions: int = 1, bound: int | None = None) -> Pl
         (Exhaustive(preemptions), bound or 4 * schedules),
         (PCT(depth=3), schedules),
         (PCT(depth=6), schedules),
+        (Random(stay=0.9), max(1, schedules // 4)),
         (Random(), max(1, schedules // 10)),
     )
 
@@ -105,6 +106,13 @@ ALL = (
         plan=mostly(100),
     ),
     Scenario(
+        "hint_dropped",
+        pages=2,
+        before=(2 * PAGE,),
+        script=((free(0),), (malloc(1, 2 * PAGE), free(1))),
+        plan=mostly(60, preemptions=2),
+    ),
+    Scenario(
         "long_runs_cross",
         pages=192,
         before=(64 * PAGE, 64 * PAGE),
@@ -143,6 +151,22 @@ ALL = (
         before=(HALF, HALF),
         script=((malloc(2, HALF), malloc(3, HALF)), (free(0), malloc(4, HALF)), (free(1),)),
         plan=mostly(20),
+    ),
+    # While program 0 searches, 1 leaves a free slot in a stripe that it has passed, and 3 frees a
+    # slot that it has passed and takes that one: at every moment some slot is free or taken by a
+    # call that has begun.
+    Scenario(
+        "slots_move",
+        pages=TWO_STRIPES,
+        filler=TWO_STRIPES - 2,
+        before=(HALF, HALF, HALF, HALF),
+        script=(
+            (malloc(4, HALF),),
+            (free(2), free(3), malloc(5, HALF)),
+            (),
+            (free(0), malloc(6, HALF)),
+        ),
+        plan=((PCT(depth=4), 40), (Random(stay=0.95), 60)),
     ),
     Scenario(
         "double_free",

@@ -18,7 +18,10 @@ from tests.interleaving.mutants import ALL, Mutant
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240
 
-pytestmark = pytest.mark.skipif(ON_GPU, reason="interleaves the programs of interpreted kernels")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(ON_GPU, reason="interleaves the programs of interpreted kernels"),
+]
 
 
 def planted(mutant: Mutant, folder: Path) -> Path:

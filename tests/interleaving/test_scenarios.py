@@ -17,6 +17,7 @@ from tests.interleaving.scenarios import ALL, BY_NAME
 from tests.interleaving.scripts import run_script
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(ON_GPU, reason="interleaves the programs of interpreted kernels"),
     pytest.mark.timeout(120 + 300 * SCALE),
 ]
@@ -48,14 +49,15 @@ def test_audit_in_the_middle_refuses_or_is_right() -> None:
 
         def audit(run: Run) -> None:
             before = heap.handle.clone()
+            refusal = None
             try:
                 heap.audit()
             except CorruptionError as error:
-                assert str(error).startswith(("H1", "H2", "H3", "H4"))
+                refusal = str(error)
+            seen["sound" if refusal is None else "refused"] += 1
+            if refusal is not None:
+                assert refusal.startswith(("H1", "H2", "H3", "H4"))
                 assert heap.handle.equal(before)
-                seen["refused"] += 1
-            else:
-                seen["sound"] += 1
 
         launch = Launch(
             run_script,

@@ -121,8 +121,15 @@ def test_plain_accesses_are_switch_points_only_if_asked_for() -> None:
     counter = words(0)
     launch = Launch(racy_kernel, (2,), counter)
     Interleaving(launch, check=must_be(counter, 2)).explore(Exhaustive(None))
-    with pytest.raises(ScheduleError, match="counted 1"):
-        Interleaving(launch, check=must_be(counter, 2), switch_at="all").explore(Exhaustive(None))
+    for switch_at in ("writes", "all"):
+        lab = Interleaving(launch, check=must_be(counter, 2), switch_at=switch_at)
+        with pytest.raises(ScheduleError, match="counted 1"):
+            lab.explore(Exhaustive(None))
+    steps = {
+        switch_at: Interleaving(launch, switch_at=switch_at).explore(Random(), 1).steps
+        for switch_at in ("atomics", "writes", "all")
+    }
+    assert steps == {"atomics": 0, "writes": 2, "all": 4}
 
 
 def test_exhaustive_meets_every_outcome() -> None:
@@ -307,7 +314,7 @@ def failing_kernel(counter):
 
 def test_a_program_that_raises_fails_the_schedule() -> None:
     counter = words(0)
-    with pytest.raises(ScheduleError, match="raised AssertionError.*third") as failure:
+    with pytest.raises(ScheduleError, match=r"raised AssertionError.*third") as failure:
         Interleaving(Launch(failing_kernel, (3,), counter)).explore(Random(), schedules=1)
     assert "program 2 (failing_kernel (2, 0, 0)) raises" in str(failure.value)
 
@@ -349,7 +356,11 @@ def masked_kernel(source, target, undefined):
 
 
 def test_masks_mean_what_they_mean_in_a_launch() -> None:
-    source, target, undefined = words(1, 2, 3, 4), torch.zeros(8, dtype=torch.int64), words(*range(4))
+    source, target, undefined = (
+        words(1, 2, 3, 4),
+        torch.zeros(8, dtype=torch.int64),
+        words(*range(4)),
+    )
     masked_kernel[(1,)](source, target, undefined)
     expected = (source.tolist(), target.tolist())
     source.copy_(words(1, 2, 3, 4))
