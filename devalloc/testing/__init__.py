@@ -1,10 +1,19 @@
 """Testing kernels that share memory: see `devalloc.testing.interleaving`."""
 
-from devalloc.testing.interleaving import Interleaving, Launch, Report, Run, ScheduleError
+from devalloc.testing._interpreter import quick_interpreter
+from devalloc.testing.interleaving import (
+    Event,
+    Interleaving,
+    Launch,
+    Report,
+    Run,
+    ScheduleError,
+)
 from devalloc.testing.schedules import PCT, Exhaustive, Random, Strategy
 
 __all__ = [
     "PCT",
+    "Event",
     "Exhaustive",
     "Interleaving",
     "Launch",
@@ -13,4 +22,5 @@ __all__ = [
     "Run",
     "ScheduleError",
     "Strategy",
+    "quick_interpreter",
 ]

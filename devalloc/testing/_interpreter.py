@@ -326,7 +326,7 @@ def session(steered: Callable[[], AccessHook | None]) -> Iterator[None]:
     """
     hooks = _Hooks(steered)
     nested = InterpretedFunction.__call__
-    before = (_BUILDER.__dict__.get("grid_idx"), _BUILDER.__dict__.get("grid_dim"))
+    before = {name: vars(_BUILDER).get(name) for name in (*hooks.NAMES, "grid_idx", "grid_dim")}
     scope = interpreter._patch_lang(_language)
     try:
         _hasten(scope)
@@ -336,10 +336,25 @@ def session(steered: Callable[[], AccessHook | None]) -> Iterator[None]:
         yield
     finally:
         InterpretedFunction.__call__ = nested
-        for name in hooks.NAMES:
-            delattr(_BUILDER, name)
-        _BUILDER.grid_idx, _BUILDER.grid_dim = before
+        for name, value in before.items():
+            if value is None and name in hooks.NAMES:
+                delattr(_BUILDER, name)
+            else:
+                setattr(_BUILDER, name, value)
         scope.restore()
+
+
+@contextmanager
+def quick_interpreter() -> Iterator[None]:
+    """Let interpreted kernels run about twice as fast until the end of the block.
+
+    The interpreter patches the language anew in each call of a nested ``@triton.jit`` function and
+    makes the same types again and again; here that is done once. Integer overflow is not checked,
+    which without the interpreter's debug mode has no effect. Not thread-safe, as little as the
+    interpreter. Blocks may be nested, and `Interleaving` used inside.
+    """
+    with session(lambda: None):
+        yield
 
 
 def bind(

@@ -52,7 +52,7 @@ SWITCH_AT = {
     "all": ("atomic", "store", "load"),
 }
 _SHRINK_RUNS = 2000
-_SHRINK_SECONDS = 20.0
+_SHRINK_SECONDS = 8.0
 
 
 class Launch:

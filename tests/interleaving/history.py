@@ -19,20 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, MAX_SLOT, PAGE_BYTES
-from devalloc.testing._execution import Event
+from devalloc.sizes import PAGE_BYTES
+from devalloc.testing import Event
 from tests.interleaving.scripts import ENTRIES, Op, Script
-
-CHUNK = 64
-
-Block = tuple[int, int]  # address, bytes set aside for it
-
-
-def set_aside(nbytes: int) -> int:
-    """Bytes that a request takes: its slot, or its pages."""
-    if nbytes > MAX_SLOT:
-        return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-    return next(size for size in CLASS_SIZES if size >= nbytes)
+from tests.plain_heap import Block, has_room, set_aside
 
 
 @dataclass
@@ -179,27 +169,6 @@ class History:
         if block is None:
             return live, 1
         return live - {block}, 0
-
-
-def has_room(live: Iterable[Block], size: int, base: int, pages: int) -> bool:
-    """Whether a heap with these live blocks has memory for a request that takes ``size`` bytes:
-    a slot of its class, or a run of free pages that begins where runs may."""
-    held: list[list[int]] = [[] for _ in range(pages)]
-    for address, length in live:
-        first = (address - base) // PAGE_BYTES
-        for page in range(first, first + -(-length // PAGE_BYTES)):
-            held[page].append(length)
-    free = [not blocks for blocks in held]
-    if size <= MAX_SLOT:
-        slots = CLASS_SLOTS[CLASS_SIZES.index(size)]
-        return any(not blocks or (set(blocks) == {size} and len(blocks) < slots) for blocks in held)
-    wanted = size // PAGE_BYTES
-    starts = range(0, pages - wanted + 1, CHUNK if wanted >= CHUNK else 1)
-    return any(
-        all(free[start : start + wanted])
-        and (wanted >= CHUNK or start // CHUNK == (start + wanted - 1) // CHUNK)
-        for start in starts
-    )
 
 
 def blocks_of(addresses: Sequence[int], sizes: Sequence[int]) -> dict[int, Block]:

@@ -7,16 +7,16 @@ Structure of the heap enters here alone: how to make one in which programs meet.
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 
 import torch
 
-from devalloc import DevallocError, Heap
+from devalloc import Heap
 from devalloc.sizes import PAGE_BYTES
 from devalloc.testing import Exhaustive, Interleaving, Launch, Report, Run, Strategy
 from tests.interleaving.history import History, blocks_of
 from tests.interleaving.scripts import ENTRIES, Script, run_script, table
+from tests.support import error_counts
 
 SCALE = float(os.environ.get("DEVALLOC_SCHEDULES", "1"))
 """Times as many schedules as usual: 100 for a night."""
@@ -28,16 +28,6 @@ SLOTS = 32
 TWO_STRIPES = 512
 
 Plan = tuple[tuple[Strategy | Exhaustive, int], ...]
-
-
-def error_counts(heap: Heap) -> dict[str, int]:
-    """The errors recorded since the last look, by name, as `Heap.check` tells them; clears them."""
-    try:
-        heap.check()
-    except DevallocError as error:
-        counts = str(error).rpartition("since the last check: ")[2]
-        return {name: int(count) for count, name in re.findall(r"(\d+) x ([a-z ]+)", counts)}
-    return {}
 
 
 @dataclass(frozen=True)

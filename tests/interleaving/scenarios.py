@@ -41,7 +41,7 @@ ALL = (
         "one_word",
         pages=1,
         script=((malloc(0, WORD), free(0)), (malloc(1, WORD), free(1))),
-        plan=mostly(150, preemptions=3),
+        plan=mostly(100, preemptions=3),
     ),
     Scenario(
         "one_word_of_many",
@@ -71,14 +71,14 @@ ALL = (
         "opening_classes",
         pages=2,
         script=((malloc(0, WORD),), (malloc(1, HALF),), (malloc(2, THIRD),), (malloc(3, HALF),)),
-        plan=mostly(25),
+        plan=mostly(18),
     ),
     Scenario(
         "retire_or_malloc",
         pages=1,
         before=(HALF,),
         script=((free(0),), (malloc(1, HALF),), (malloc(2, WORD),)),
-        plan=mostly(40),
+        plan=mostly(25),
     ),
     Scenario(
         "retire_or_free",
@@ -103,7 +103,7 @@ ALL = (
             (free(1), malloc(5, 2 * PAGE)),
             (free(2), malloc(6, PAGE)),
         ),
-        plan=mostly(100),
+        plan=mostly(60),
     ),
     Scenario(
         "hint_dropped",
@@ -121,14 +121,14 @@ ALL = (
             (free(1), malloc(5, 128 * PAGE)),
             (malloc(6, PAGE), free(6)),
         ),
-        plan=mostly(80),
+        plan=mostly(60),
     ),
     Scenario(
         "in_hand_slots",
         pages=1,
         before=(HALF, HALF),
         script=((free(0), malloc(2, HALF)), (free(1), malloc(3, HALF))),
-        plan=mostly(60, preemptions=2),
+        plan=mostly(40, preemptions=2),
     ),
     Scenario(
         "in_hand_pages",
@@ -143,14 +143,14 @@ ALL = (
         filler=TWO_STRIPES - 1,
         before=(HALF, HALF),
         script=((free(0), malloc(2, HALF)), (free(1), malloc(3, HALF))),
-        plan=mostly(40),
+        plan=mostly(20),
     ),
     Scenario(
         "full_heap",
         pages=1,
         before=(HALF, HALF),
         script=((malloc(2, HALF), malloc(3, HALF)), (free(0), malloc(4, HALF)), (free(1),)),
-        plan=mostly(20),
+        plan=mostly(12),
     ),
     # While program 0 searches, 1 leaves a free slot in a stripe that it has passed, and 3 frees a
     # slot that it has passed and takes that one: at every moment some slot is free or taken by a
@@ -166,7 +166,7 @@ ALL = (
             (),
             (free(0), malloc(6, HALF)),
         ),
-        plan=((PCT(depth=4), 40), (Random(stay=0.95), 60)),
+        plan=((PCT(depth=4), 15), (Random(stay=0.95), 25)),
     ),
     Scenario(
         "double_free",
@@ -210,7 +210,7 @@ ALL = (
             (malloc(2, HALF), free(2)),
         ),
         exact=False,
-        plan=mostly(20),
+        plan=mostly(12),
     ),
     Scenario(
         "zeros",

@@ -3,8 +3,8 @@
 import pytest
 
 from devalloc.sizes import PAGE_BYTES
-from devalloc.testing.interleaving import Event
-from tests.interleaving.history import History, blocks_of, has_room, set_aside
+from devalloc.testing import Event
+from tests.interleaving.history import History, blocks_of
 from tests.interleaving.scripts import (
     ENTRIES,
     Script,
@@ -15,6 +15,7 @@ from tests.interleaving.scripts import (
     malloc_lanes,
     realloc,
 )
+from tests.plain_heap import has_room, set_aside
 
 BASE = 1 << 32
 HALF = 32752
@@ -39,7 +40,7 @@ TWO = ((malloc(0, HALF),), (malloc(1, HALF),))
 
 def test_one_address_given_twice_is_an_overlap() -> None:
     events = [began(0, 0), began(1, 0), ended(0, 0, BASE), ended(1, 0, BASE)]
-    with pytest.raises(AssertionError, match="H1: .*overlap"):
+    with pytest.raises(AssertionError, match=r"H1: .*overlap"):
         read(TWO, *events)
     events[-1] = ended(1, 0, BASE + SLOT)
     history = read(TWO, *events)
