@@ -67,6 +67,14 @@ ALL = (
         script=tuple((malloc(i, HALF),) for i in range(8)),
         plan=((PCT(depth=3), 30), (PCT(depth=8), 30), (Random(), 2)),
     ),
+    # Nobody goes first because another only waits: bounded waits end, and the waiter does the work.
+    Scenario(
+        "waiter_gives_up",
+        pages=2,
+        script=((malloc(0, HALF),), (malloc(1, HALF), free(1))),
+        patience=1 << 20,
+        plan=((PCT(depth=2), 40), (PCT(depth=3), 40)),
+    ),
     Scenario(
         "opening_classes",
         pages=2,
