@@ -19,6 +19,7 @@ from devalloc.testing import (
     Run,
     ScheduleError,
     Strategy,
+    quick_interpreter,
     schedules,
 )
 from tests.conftest import ON_GPU
@@ -424,6 +425,39 @@ def test_the_interpreter_is_as_before_afterwards() -> None:
     assert tl.add is add
     atomic_kernel[(5,)](counter)
     assert counter.item() == 5
+
+
+@triton.jit
+def double(x):
+    return x + x
+
+
+@triton.jit
+def arithmetic_kernel(out):
+    """Integers that overflow, mixed types, a nested call, a reduction."""
+    lane = tl.arange(0, 8)
+    big = lane * 0x7FFFFFF
+    mixed = (lane.to(tl.uint8) * 100).to(tl.int64) + double(big) * 3
+    scaled = (lane * 1.5).to(tl.float16).to(tl.int32)
+    tl.store(out + lane, mixed + tl.sum(lane, axis=0) + scaled)
+
+
+def test_the_quick_interpreter_computes_the_same() -> None:
+    out, counter = torch.zeros(8, dtype=torch.int64), words(0)
+    arithmetic_kernel[(1,)](out)
+    expected = out.clone()
+    call, init = InterpretedFunction.__call__, tl.tensor.__init__
+    with quick_interpreter():
+        out.zero_()
+        arithmetic_kernel[(1,)](out)
+        assert out.equal(expected)
+        with quick_interpreter():
+            Interleaving(Launch(atomic_kernel, (2,), counter)).explore(Random(), schedules=2)
+            atomic_kernel[(3,)](counter)
+        atomic_kernel[(4,)](counter)
+        assert InterpretedFunction.__call__ is not call
+    assert counter.item() == 7
+    assert (InterpretedFunction.__call__, tl.tensor.__init__) == (call, init)
 
 
 def test_time_and_number_of_schedules_are_bounds() -> None:
