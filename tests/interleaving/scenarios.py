@@ -120,6 +120,37 @@ ALL = (
         script=((free(0),), (malloc(1, 2 * PAGE), free(1))),
         plan=mostly(60, preemptions=2),
     ),
+    # A hint is dropped for a request that nothing can serve, while the memory for another comes
+    # back.
+    Scenario(
+        "hint_missing",
+        pages=3,
+        before=(2 * PAGE, PAGE),
+        script=((free(0),), (malloc(2, 3 * PAGE),), (malloc(3, 2 * PAGE),)),
+        plan=((Exhaustive(2), 1200), (PCT(depth=3), 60)),
+    ),
+    # The hints were dropped; two frees together make a run that neither makes alone.
+    Scenario(
+        "hints_anew",
+        pages=2,
+        before=(PAGE, PAGE),
+        script=((malloc(2, 2 * PAGE), free(0)), (free(1),)),
+        plan=mostly(60, preemptions=2),
+    ),
+    Scenario(
+        "class_hint_dropped",
+        pages=1,
+        before=(HALF, HALF),
+        script=((malloc(2, HALF),), (free(0),)),
+        plan=mostly(60, preemptions=2),
+    ),
+    Scenario(
+        "tail_of_a_run",
+        pages=128,
+        before=(64 * PAGE, PAGE, PAGE),
+        script=((free(0), free(1), malloc(3, 65 * PAGE)), (free(2),)),
+        plan=mostly(40, preemptions=2),
+    ),
     Scenario(
         "long_runs_cross",
         pages=192,
