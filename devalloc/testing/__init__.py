@@ -1,8 +1,8 @@
 """Testing kernels that share memory: see `devalloc.testing.interleaving`."""
 
+from devalloc.testing._execution import Event
 from devalloc.testing._interpreter import quick_interpreter
 from devalloc.testing.interleaving import (
-    Event,
     Interleaving,
     Launch,
     Report,
