@@ -14,7 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from greenlet import getcurrent, greenlet
+
+try:
+    from greenlet import getcurrent, greenlet
+except ImportError as error:
+    raise ImportError(
+        "devalloc.testing needs the package greenlet: pip install 'devalloc[testing]'"
+    ) from error
 
 from devalloc.testing import _interpreter
 from devalloc.testing._interpreter import Lanes, Result

@@ -1,7 +1,10 @@
 """The scheduler itself, on kernels that have nothing to do with the heap."""
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +26,8 @@ from devalloc.testing import (
     schedules,
 )
 from tests.conftest import ON_GPU
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="interleaves interpreted kernels")
 
@@ -468,6 +473,13 @@ def test_time_and_number_of_schedules_are_bounds() -> None:
     assert not report.complete
     assert 0.2 <= report.seconds < 5
     assert lab.explore(PCT(), schedules=9).schedules == 9
+
+
+def test_without_greenlet_the_import_says_what_to_install() -> None:
+    code = "import sys; sys.modules['greenlet'] = None; import devalloc.testing"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode != 0
+    assert "pip install 'devalloc[testing]'" in done.stderr
 
 
 def test_wrong_arguments_are_refused() -> None:
