@@ -346,7 +346,7 @@ def session(steered: Callable[[], AccessHook | None]) -> Iterator[None]:
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Let interpreted kernels run about twice as fast until the end of the block.
+    """Let interpreted kernels run two to five times as fast until the end of the block.
 
     The interpreter patches the language anew in each call of a nested ``@triton.jit`` function and
     makes the same types again and again; here that is done once. Integer overflow is not checked,
