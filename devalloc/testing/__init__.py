@@ -2,13 +2,8 @@
 
 from devalloc.testing._execution import Event
 from devalloc.testing._interpreter import quick_interpreter
-from devalloc.testing.interleaving import (
-    Interleaving,
-    Launch,
-    Report,
-    Run,
-    ScheduleError,
-)
+from devalloc.testing.interleaving import Interleaving, Launch
+from devalloc.testing.reports import Report, Run, ScheduleError
 from devalloc.testing.schedules import PCT, Exhaustive, Random, Strategy
 
 __all__ = [

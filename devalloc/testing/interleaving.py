@@ -27,10 +27,11 @@ import torch
 
 from devalloc.errors import InvalidArgument
 from devalloc.testing import _interpreter
-from devalloc.testing._execution import Event, Execution, Journal, ProgramError
+from devalloc.testing._execution import Execution, Journal, ProgramError
 from devalloc.testing._explore import Budget, Search, describe, preemptions, run, shrink
 from devalloc.testing._memory import Memory
 from devalloc.testing._program import Program, steered
+from devalloc.testing.reports import Report, Run, ScheduleError
 from devalloc.testing.schedules import (
     Choice,
     Exhaustive,
@@ -73,56 +74,6 @@ class Launch:
         self.name = str(getattr(kernel, "__name__", kernel))
         self.grid: tuple[int, int, int] = (*grid, 1, 1)[:3]  # type: ignore[assignment]
         self.body, self.tensors = _interpreter.bind(kernel, grid, args, kwargs)
-
-
-@dataclass(frozen=True)
-class Run:
-    """The end of one schedule, as a check sees it.
-
-    ``events``: what programs stored to the journal, in the order in which it happened.
-    ``schedule``: the line that replays the run.
-    """
-
-    events: tuple[Event, ...]
-    schedule: str
-
-
-@dataclass(frozen=True)
-class Report:
-    """What an exploration did.
-
-    ``schedules`` run to their end; ``steps`` taken; ``outcomes``: different final states, each
-    checked once; ``complete``: nothing is left to explore within the strategy's bound;
-    ``seconds`` taken; ``interpreted``: stretches of programs that had to be interpreted, the
-    others were remembered.
-    """
-
-    strategy: str
-    schedules: int
-    steps: int
-    outcomes: int
-    complete: bool
-    seconds: float
-    interpreted: int
-
-    @property
-    def schedules_per_second(self) -> float:
-        return self.schedules / self.seconds if self.seconds else 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.strategy}: {self.schedules} schedules{' (all)' if self.complete else ''}, "
-            f"{self.steps} steps, {self.outcomes} outcomes, "
-            f"{self.schedules_per_second:.0f} schedules/s"
-        )
-
-
-class ScheduleError(AssertionError):
-    """A schedule that fails. ``schedule`` replays it, ``__cause__`` is what went wrong."""
-
-    def __init__(self, message: str, schedule: str) -> None:
-        super().__init__(message)
-        self.schedule = schedule
 
 
 class Interleaving:
