@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
 
-from devalloc import Heap
+from devalloc import DevallocError, Heap
 from devalloc.sizes import CLASS_SIZES, MAX_SLOT, PAGE_BYTES
 from tests import user_kernels as uk
 from tests.conftest import ON_GPU
@@ -112,3 +113,13 @@ def assert_whole_capacity(heap: Heap) -> None:
     assert heap.stats().free == 0
     heap.free(addr)
     assert_empty(heap)
+
+
+def error_counts(heap: Heap) -> dict[str, int]:
+    """The errors recorded since the last look, by name, as `Heap.check` tells them; clears them."""
+    try:
+        heap.check()
+    except DevallocError as error:
+        counts = str(error).rpartition("since the last check: ")[2]
+        return {name: int(count) for count, name in re.findall(r"(\d+) x ([a-z ]+)", counts)}
+    return {}

@@ -29,7 +29,7 @@ KERNEL_LAYERS = [
 # The host code, relative to devalloc. "__init__" is the package's root and what it exports.
 HOST_LAYERS = [
     {"errors", "_locate_kernels"},
-    {"sizes", "kernels", "_benchmarks"},
+    {"sizes", "kernels", "_benchmarks", "testing"},
     {"sources", "heap_state"},
     {"cache", "heap"},
     {"arena"},

@@ -1,0 +1,180 @@
+"""What happened in one schedule, and whether a heap could have done it.
+
+A *history* is the calls of all programs with the moments at which they began and ended. Two
+questions are asked of it:
+
+- Did blocks that were live at the same time overlap? A block is surely live from the end of the
+  call that returned it to the beginning of the call that frees it.
+- Is it *linearisable*: is there an order of the calls, in which a call that ended before another
+  began comes first, and in which a heap that serves one call at a time could have given the same
+  answers? For a malloc that returned 0 that means that at some moment between its beginning and
+  its end no memory of that shape was free.
+
+Source of the search: Wing and Gong, Testing and verifying concurrent objects, 1993, with Lowe's
+memory of configurations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from devalloc.sizes import PAGE_BYTES
+from devalloc.testing import Event
+from tests.interleaving.scripts import ENTRIES, Op, Script
+from tests.plain_heap import Block, has_room, set_aside
+
+
+@dataclass
+class Call:
+    """One lane of one operation: ``address`` returned or freed, ``old`` given to a realloc."""
+
+    program: int
+    op: Op
+    begin: int
+    end: int
+    address: int
+    old: int = 0
+
+    def __str__(self) -> str:
+        name = {0: "malloc", 1: "free", 2: "realloc", 3: "free_at", 4: "malloc_lanes",
+                5: "free_lanes", 6: "zeros"}[self.op.kind.value]  # fmt: skip
+        what = f"{self.op.amount} B -> {self.address:#x}" if self.op.allocates else (
+            f"{self.address:#x}" + (f" + {self.op.amount}" if self.op.amount else ""))  # fmt: skip
+        return f"[{self.begin:3} {self.end:3}] program {self.program}: {name} {what}"
+
+
+@dataclass
+class History:
+    """The calls of one schedule, in the order of their ends, and what lives afterwards."""
+
+    base: int
+    pages: int
+    before: frozenset[Block]
+    calls: list[Call] = field(default_factory=list)
+    live: dict[int, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        calls = sorted(self.calls, key=lambda call: call.begin)
+        return "\n".join(str(call) for call in calls)
+
+    # Reading and H1 ---------------------------------------------------------------------------
+
+    @staticmethod
+    def read(
+        script: Script,
+        events: Iterable[Event],
+        slots: Mapping[int, Block],
+        base: int,
+        pages: int,
+    ) -> History:
+        """Follow the events; raises AssertionError where live blocks overlap or lie outside.
+
+        ``slots``: what the shared slots hold at the beginning.
+        """
+        history = History(base, pages, frozenset(slots.values()))
+        history.live = dict(slots.values())
+        held = {slot: block[0] for slot, block in slots.items()}
+        most = max(len(ops) for ops in script)
+        begun: dict[tuple[int, int], int] = {}
+        for moment, event in enumerate(events):
+            place, entry = divmod(event.element, ENTRIES.value)
+            at = divmod(place, most)
+            op = script[at[0]][at[1]]
+            slot = op.slot + max(entry - 1, 0)
+            if entry == 0:
+                begun[at] = moment
+                if op.frees:
+                    for lane in range(op.lanes):
+                        history.live.pop(held.get(op.slot + lane, 0), None)
+                continue
+            old = held.get(slot, 0)
+            history.calls.append(Call(at[0], op, begun[at], moment, event.value, old))
+            if op.allocates:
+                held[slot] = event.value
+                history._place(event.value, op)
+                if event.value == 0 and op.frees and op.amount and old:
+                    # A realloc that failed leaves the old block alone.
+                    history.live[old] = dict(slots.values()).get(old, 0)
+        return history
+
+    def _place(self, address: int, op: Op) -> None:
+        if address == 0:
+            return
+        size = set_aside(op.amount)
+        end = self.base + self.pages * PAGE_BYTES
+        assert self.base <= address <= end - size, (
+            f"H1: {size} B at {address:#x} lie outside of the heap\n{self}"
+        )
+        assert address % 16 == 0, f"H1: {address:#x} is not aligned\n{self}"
+        for other, length in self.live.items():
+            assert other + length <= address or address + size <= other, (
+                f"H1: {size} B at {address:#x} overlap the live {length} B at {other:#x}\n{self}"
+            )
+        self.live[address] = size
+
+    @property
+    def nulls(self) -> int:
+        return sum(call.op.allocates and call.address == 0 for call in self.calls)
+
+    # Linearisability --------------------------------------------------------------------------
+
+    def assert_linearisable(self, wrong_frees: int) -> None:
+        """Some order of the calls is one that a sequential heap could have served, with so many
+        frees of what was not live."""
+        assert self._ordered(wrong_frees), (
+            f"no order of these calls fits a heap of {self.pages} pages with "
+            f"{len(self.before)} blocks live before and {wrong_frees} wrong frees "
+            f"recorded:\n{self}"
+        )
+
+    def _ordered(self, wrong_frees: int) -> bool:
+        calls = self.calls
+        everything = (1 << len(calls)) - 1
+        met: set[tuple[int, frozenset[Block], int]] = set()
+        stack = [(0, self.before, 0)]
+        while stack:
+            state = stack.pop()
+            if state in met:
+                continue
+            met.add(state)
+            done, live, wrong = state
+            if done == everything:
+                if wrong == wrong_frees:
+                    return True
+                continue
+            left = [at for at in range(len(calls)) if not done >> at & 1]
+            first_end = min(calls[at].end for at in left)
+            for at in left:
+                if calls[at].begin <= first_end:
+                    after = self._apply(calls[at], live)
+                    if after is not None:
+                        blocks, bad = after
+                        stack.append((done | 1 << at, blocks, wrong + bad))
+        return False
+
+    def _apply(self, call: Call, live: frozenset[Block]) -> tuple[frozenset[Block], int] | None:
+        """The blocks after a call, and whether it is a wrong free; None if it cannot be."""
+        if call.op.allocates:
+            size = set_aside(call.op.amount)
+            if call.address == 0:
+                return None if has_room(live, size, self.base, self.pages) else (live, 0)
+            if any(a < call.address + size and call.address < a + n for a, n in live):
+                return None
+            return live | {(call.address, size)}, 0
+        if call.address == 0 or call.op.amount:
+            # Nothing to free, or an address at which no block begins.
+            return live, int(call.op.amount != 0)
+        block = next((block for block in live if block[0] == call.address), None)
+        if block is None:
+            return live, 1
+        return live - {block}, 0
+
+
+def blocks_of(addresses: Sequence[int], sizes: Sequence[int]) -> dict[int, Block]:
+    """Slots that hold blocks allocated before: slot number to block."""
+    return {
+        slot: (address, set_aside(size))
+        for slot, (address, size) in enumerate(zip(addresses, sizes, strict=True))
+        if address
+    }

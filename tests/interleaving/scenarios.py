@@ -1,0 +1,281 @@
+"""The scenarios: which programs meet where.
+
+Sizes used: 1024 B has 64 slots in a page, one word of live bits; 32752 B has two slots in a
+page, so that slabs fill and empty with every call; 65536 B is one page.
+"""
+
+from __future__ import annotations
+
+from devalloc.sizes import PAGE_BYTES
+from devalloc.testing import PCT, Exhaustive, Random
+from tests.interleaving.lab import TWO_STRIPES, Plan, Scenario
+from tests.interleaving.scripts import (
+    free,
+    free_at,
+    free_lanes,
+    malloc,
+    malloc_lanes,
+    realloc,
+    zeros,
+)
+
+WORD = 1024
+HALF = 32752
+THIRD = 21840
+PAGE = PAGE_BYTES
+
+
+def mostly(schedules: int, preemptions: int = 1, bound: int | None = None) -> Plan:
+    """The usual plan: everything with few preemptions, then samples."""
+    return (
+        (Exhaustive(preemptions), bound or 4 * schedules),
+        (PCT(depth=3), schedules),
+        (PCT(depth=6), schedules),
+        (Random(stay=0.9), max(1, schedules // 4)),
+        (Random(), max(1, schedules // 10)),
+    )
+
+
+ALL = (
+    Scenario(
+        "one_word",
+        pages=1,
+        script=((malloc(0, WORD), free(0)), (malloc(1, WORD), free(1))),
+        plan=mostly(100, preemptions=3),
+    ),
+    Scenario(
+        "one_word_of_many",
+        pages=2,
+        script=tuple((malloc(i, WORD), free(i), malloc(i, WORD)) for i in range(4)),
+        plan=mostly(30),
+    ),
+    Scenario(
+        "one_slab",
+        pages=1,
+        script=tuple((malloc(i, HALF), free(i)) for i in range(3)),
+        plan=mostly(40),
+    ),
+    Scenario(
+        "one_page",
+        pages=1,
+        script=tuple((malloc(i, PAGE), free(i)) for i in range(3)),
+        plan=mostly(100, preemptions=2),
+    ),
+    Scenario(
+        "opening",
+        pages=4,
+        script=tuple((malloc(i, HALF),) for i in range(8)),
+        plan=((PCT(depth=3), 30), (PCT(depth=8), 30), (Random(), 2)),
+    ),
+    # Nobody goes first because another only waits: bounded waits end, and the waiter does the work.
+    Scenario(
+        "waiter_gives_up",
+        pages=2,
+        script=((malloc(0, HALF),), (malloc(1, HALF), free(1))),
+        patience=1 << 20,
+        plan=((PCT(depth=2), 40), (PCT(depth=3), 40)),
+    ),
+    Scenario(
+        "opening_classes",
+        pages=2,
+        script=((malloc(0, WORD),), (malloc(1, HALF),), (malloc(2, THIRD),), (malloc(3, HALF),)),
+        plan=mostly(18),
+    ),
+    Scenario(
+        "retire_or_malloc",
+        pages=1,
+        before=(HALF,),
+        script=((free(0),), (malloc(1, HALF),), (malloc(2, WORD),)),
+        plan=mostly(25),
+    ),
+    Scenario(
+        "retire_or_free",
+        pages=1,
+        before=(HALF, HALF),
+        script=((free(0),), (free(1),), (malloc(2, PAGE),)),
+        plan=mostly(120, preemptions=2),
+    ),
+    Scenario(
+        "cut_anew",
+        pages=2,
+        before=(HALF, HALF, THIRD),
+        script=((free(0), malloc(3, THIRD)), (free(1), malloc(4, WORD)), (free(2),)),
+        plan=mostly(60),
+    ),
+    Scenario(
+        "runs_cross",
+        pages=6,
+        before=(2 * PAGE, PAGE, 2 * PAGE, PAGE),
+        script=(
+            (free(0), malloc(4, 3 * PAGE)),
+            (free(1), malloc(5, 2 * PAGE)),
+            (free(2), malloc(6, PAGE)),
+        ),
+        plan=mostly(60),
+    ),
+    Scenario(
+        "hint_dropped",
+        pages=2,
+        before=(2 * PAGE,),
+        script=((free(0),), (malloc(1, 2 * PAGE), free(1))),
+        plan=mostly(60, preemptions=2),
+    ),
+    # A hint is dropped for a request that nothing can serve, while the memory for another comes
+    # back.
+    Scenario(
+        "hint_missing",
+        pages=3,
+        before=(2 * PAGE, PAGE),
+        script=((free(0),), (malloc(2, 3 * PAGE),), (malloc(3, 2 * PAGE),)),
+        plan=((Exhaustive(2), 1200), (PCT(depth=3), 60)),
+    ),
+    # The hints were dropped; two frees together make a run that neither makes alone.
+    Scenario(
+        "hints_anew",
+        pages=2,
+        before=(PAGE, PAGE),
+        script=((malloc(2, 2 * PAGE), free(0)), (free(1),)),
+        plan=mostly(60, preemptions=2),
+    ),
+    Scenario(
+        "class_hint_dropped",
+        pages=1,
+        before=(HALF, HALF),
+        script=((malloc(2, HALF),), (free(0),)),
+        plan=mostly(60, preemptions=2),
+    ),
+    Scenario(
+        "tail_of_a_run",
+        pages=128,
+        before=(64 * PAGE, PAGE, PAGE),
+        script=((free(0), free(1), malloc(3, 65 * PAGE)), (free(2),)),
+        plan=mostly(40, preemptions=2),
+    ),
+    Scenario(
+        "long_runs_cross",
+        pages=192,
+        before=(64 * PAGE, 64 * PAGE),
+        script=(
+            (free(0), malloc(4, 65 * PAGE)),
+            (free(1), malloc(5, 128 * PAGE)),
+            (malloc(6, PAGE), free(6)),
+        ),
+        plan=mostly(60),
+    ),
+    Scenario(
+        "in_hand_slots",
+        pages=1,
+        before=(HALF, HALF),
+        script=((free(0), malloc(2, HALF)), (free(1), malloc(3, HALF))),
+        plan=mostly(40, preemptions=2),
+    ),
+    Scenario(
+        "in_hand_pages",
+        pages=2,
+        before=(HALF, HALF, HALF, HALF),
+        script=((free(0), free(1), malloc(4, PAGE)), (free(2), free(3), malloc(5, PAGE))),
+        plan=mostly(60),
+    ),
+    Scenario(
+        "in_hand_stripes",
+        pages=TWO_STRIPES,
+        filler=TWO_STRIPES - 1,
+        before=(HALF, HALF),
+        script=((free(0), malloc(2, HALF)), (free(1), malloc(3, HALF))),
+        plan=mostly(20),
+    ),
+    Scenario(
+        "full_heap",
+        pages=1,
+        before=(HALF, HALF),
+        script=((malloc(2, HALF), malloc(3, HALF)), (free(0), malloc(4, HALF)), (free(1),)),
+        plan=mostly(12),
+    ),
+    # While program 0 searches, 1 leaves a free slot in a stripe that it has passed, and 3 frees a
+    # slot that it has passed and takes that one: at every moment some slot is free or taken by a
+    # call that has begun.
+    Scenario(
+        "slots_move",
+        pages=TWO_STRIPES,
+        filler=TWO_STRIPES - 2,
+        before=(HALF, HALF, HALF, HALF),
+        script=(
+            (malloc(4, HALF),),
+            (free(2), free(3), malloc(5, HALF)),
+            (),
+            (free(0), malloc(6, HALF)),
+        ),
+        plan=((PCT(depth=4), 15), (Random(stay=0.95), 25)),
+    ),
+    Scenario(
+        "double_free",
+        pages=1,
+        before=(WORD, WORD),
+        script=((free(0),), (free(0),), (malloc(2, WORD),)),
+        plan=mostly(100),
+    ),
+    Scenario(
+        "double_free_of_the_last",
+        pages=1,
+        before=(HALF,),
+        script=((free(0),), (free(0),)),
+        plan=mostly(150, preemptions=3),
+    ),
+    Scenario(
+        "double_free_of_a_run",
+        pages=2,
+        before=(2 * PAGE,),
+        script=((free(0),), (free(0),)),
+        plan=mostly(200, preemptions=3),
+    ),
+    Scenario(
+        "wild_frees",
+        pages=2,
+        before=(HALF, PAGE),
+        script=(
+            (free(0), malloc(2, HALF), free(2)),
+            (free_at(0, 16), free_at(1, 4096)),
+            (free_at(0, -(1 << 40)), free_at(1, 8)),
+        ),
+        plan=mostly(40),
+    ),
+    Scenario(
+        "realloc",
+        pages=3,
+        before=(48, HALF),
+        script=(
+            (realloc(0, 256), free(0)),
+            (realloc(1, PAGE), realloc(1, 16)),
+            (malloc(2, HALF), free(2)),
+        ),
+        exact=False,
+        plan=mostly(12),
+    ),
+    Scenario(
+        "zeros",
+        pages=1,
+        script=((zeros(0, 64), free(0)), (zeros(1, 64), free(1))),
+        plan=mostly(60),
+    ),
+    Scenario(
+        "lanes",
+        pages=2,
+        script=(
+            (malloc_lanes(0, HALF), free_lanes(0)),
+            (malloc_lanes(4, HALF), free_lanes(4)),
+        ),
+        plan=mostly(20),
+    ),
+    Scenario(
+        "lanes_one_by_one",
+        pages=2,
+        script=(
+            (malloc_lanes(0, THIRD), free_lanes(0)),
+            (malloc_lanes(4, THIRD), free_lanes(4)),
+        ),
+        split_blocks=True,
+        plan=((PCT(depth=3), 30), (PCT(depth=8), 30), (Random(stay=0.8), 4)),
+    ),
+)
+
+BY_NAME = {scenario.name: scenario for scenario in ALL}

@@ -1,0 +1,127 @@
+"""Programs as lists of heap operations, and the kernel that carries them out.
+
+A script is one list of operations for each program. Addresses live in numbered slots that all
+programs share, so that one may free what another allocated before. Every operation tells the
+journal when it begins and when it ends, and what it returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from devalloc import kernels as da
+
+MALLOC = tl.constexpr(0)
+FREE = tl.constexpr(1)
+REALLOC = tl.constexpr(2)
+FREE_AT = tl.constexpr(3)
+MALLOC_LANES = tl.constexpr(4)
+FREE_LANES = tl.constexpr(5)
+ZEROS = tl.constexpr(6)
+LANES = tl.constexpr(4)
+ROW = tl.constexpr(3)
+# Journal entries of an operation: it begins; its lanes end, with the addresses in their slots.
+ENTRIES = tl.constexpr(1 + LANES.value)
+
+
+@triton.jit
+def run_script(heap, script, slots, journal, OPS: tl.constexpr):
+    """Carry out ``OPS`` operations of (kind, bytes or offset, slot); a kind below 0 ends."""
+    lane = tl.arange(0, LANES)
+    program = tl.program_id(0)
+    i = program * 0
+    while i < OPS:
+        row = script + (program * OPS + i) * ROW
+        kind = tl.load(row)
+        amount = tl.load(row + 1)
+        slot = slots + tl.load(row + 2)
+        entry = journal + (program * OPS + i) * ENTRIES
+        if kind >= 0:
+            tl.store(entry, 1)
+            if kind == MALLOC:
+                tl.store(slot, da.malloc(heap, amount))
+            if kind == FREE:
+                da.free(heap, tl.load(slot))
+            if kind == REALLOC:
+                tl.store(slot, da.realloc(heap, tl.load(slot), amount))
+            if kind == FREE_AT:
+                da.free(heap, tl.load(slot) + amount)
+            if kind == MALLOC_LANES:
+                tl.store(slot + lane, da.malloc(heap, amount + lane * 0, lane < LANES))
+            if kind == FREE_LANES:
+                da.free(heap, tl.load(slot + lane))
+            if kind == ZEROS:
+                tl.store(slot, da.zeros(heap, amount))
+            many = (kind == MALLOC_LANES) | (kind == FREE_LANES)
+            inside = (lane == 0) | many
+            tl.store(entry + 1 + lane, tl.load(slot + lane, mask=inside), mask=inside)
+        i += 1
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of a script. ``amount``: bytes, or for FREE_AT an offset to the address."""
+
+    kind: tl.constexpr
+    slot: int
+    amount: int = 0
+
+    @property
+    def lanes(self) -> int:
+        return LANES.value if self.kind in (MALLOC_LANES, FREE_LANES) else 1
+
+    @property
+    def allocates(self) -> bool:
+        return self.kind in (MALLOC, MALLOC_LANES, REALLOC, ZEROS)
+
+    @property
+    def frees(self) -> bool:
+        return self.kind in (FREE, FREE_LANES, REALLOC)
+
+
+Script = tuple[tuple[Op, ...], ...]
+
+
+def malloc(slot: int, nbytes: int) -> Op:
+    return Op(MALLOC, slot, nbytes)
+
+
+def free(slot: int) -> Op:
+    return Op(FREE, slot)
+
+
+def free_at(slot: int, offset: int) -> Op:
+    """A free of the address in a slot plus an offset: not an address that malloc returned."""
+    return Op(FREE_AT, slot, offset)
+
+
+def realloc(slot: int, nbytes: int) -> Op:
+    return Op(REALLOC, slot, nbytes)
+
+
+def zeros(slot: int, nbytes: int) -> Op:
+    return Op(ZEROS, slot, nbytes)
+
+
+def malloc_lanes(slot: int, nbytes: int) -> Op:
+    """One block of ``nbytes`` per lane, into slots from ``slot`` on."""
+    return Op(MALLOC_LANES, slot, nbytes)
+
+
+def free_lanes(slot: int) -> Op:
+    return Op(FREE_LANES, slot)
+
+
+def table(script: Sequence[Sequence[Op]]) -> tuple[torch.Tensor, int]:
+    """The script as the kernel reads it, and how many operations a program has at most."""
+    most = max(len(ops) for ops in script)
+    rows = torch.full((len(script), most, ROW.value), -1, dtype=torch.int64)
+    for program, ops in enumerate(script):
+        for at, op in enumerate(ops):
+            rows[program, at] = torch.tensor([op.kind.value, op.amount, op.slot])
+    return rows, most

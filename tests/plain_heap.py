@@ -1,0 +1,39 @@
+"""A heap in plain Python: what is set aside for a request, and when there is no room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, MAX_SLOT, PAGE_BYTES
+
+CHUNK = 64
+
+Block = tuple[int, int]  # address, bytes set aside for it
+
+
+def set_aside(nbytes: int) -> int:
+    """Bytes that a request takes: its slot, or its pages."""
+    if nbytes > MAX_SLOT:
+        return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    return next(size for size in CLASS_SIZES if size >= nbytes)
+
+
+def has_room(live: Iterable[Block], size: int, base: int, pages: int) -> bool:
+    """Whether a heap with these live blocks has memory for a request that takes ``size`` bytes:
+    a slot of its class, or a run of free pages that begins where runs may."""
+    held: list[list[int]] = [[] for _ in range(pages)]
+    for address, length in live:
+        first = (address - base) // PAGE_BYTES
+        for page in range(first, first + -(-length // PAGE_BYTES)):
+            held[page].append(length)
+    free = [not blocks for blocks in held]
+    if size <= MAX_SLOT:
+        slots = CLASS_SLOTS[CLASS_SIZES.index(size)]
+        return any(not blocks or (set(blocks) == {size} and len(blocks) < slots) for blocks in held)
+    wanted = size // PAGE_BYTES
+    starts = range(0, pages - wanted + 1, CHUNK if wanted >= CHUNK else 1)
+    return any(
+        all(free[start : start + wanted])
+        and (wanted >= CHUNK or start // CHUNK == (start + wanted - 1) // CHUNK)
+        for start in starts
+    )
