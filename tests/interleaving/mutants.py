@@ -73,16 +73,16 @@ ALL = (
     Mutant(
         name="credits_lost_in_detach",
         file="slabs.py",
-        old="back = unissued_slots(batch, credits, slots, lane).to(tl.int64)",
-        new="back = unissued_slots(batch, credits, slots, lane).to(tl.int64) * 0",
+        old="change = (PUBLISHED - ATTACHED) - unused.to(tl.int64)",
+        new="change = (PUBLISHED - ATTACHED) - unused.to(tl.int64) * 0",
         breaks="slots of a dissolved batch that nobody was promised are never free again",
         scenario="one_word",
     ),
     Mutant(
         name="retired_without_winning",
         file="slabs.py",
-        old="retired = retired | lane_bits(idle & won)",
-        new="retired = retired | lane_bits(idle)",
+        old="retired = retired | (idle & won)",
+        new="retired = retired | idle",
         breaks="a page is given back although its word changed before it could be retired",
         scenario="retire_or_malloc",
     ),
@@ -160,29 +160,86 @@ ALL = (
     Mutant(
         name="other_batch_lost",
         file="slabs.py",
-        old="""\
-        other = tl.atomic_xchg(ptr, installed, sem="relaxed")
-        detach(heap, cls, other)
-""",
-        new="""\
-        other = tl.atomic_xchg(ptr, installed, sem="relaxed")
-""",
+        old='detach(heap, cls, tl.atomic_xchg(ptr, rest, sem="relaxed"))',
+        new='tl.atomic_xchg(ptr, rest, sem="relaxed")',
         breaks="of two batches that two refillers install one is lost",
         scenario="waiter_gives_up",
     ),
     Mutant(
         name="drawn_without_winning",
         file="slabs.py",
-        old="""\
-            if old == word:
-                result = pack_stripe(page, at * 0 + 1, at * 0, most)
-            else:
-                leave_transit(heap, at * 0)
-""",
-        new="""\
-            result = pack_stripe(page, at * 0 + 1, at * 0, most)
-""",
+        old="won = lane_bits(mine & (seen == expected))",
+        new="won = lane_bits(mine)",
         breaks="a page is drawn although its word changed: its slots have two accounts",
         scenario="in_hand_slots",
+    ),
+    Mutant(
+        name="freed_without_looking",
+        file="heap.py",
+        old="freed = inside & ((old & bit) != 0)",
+        new="freed = inside",
+        breaks="a second free of an address takes another slot out of the account",
+        scenario="double_free",
+    ),
+    Mutant(
+        name="claimed_without_looking",
+        file="heap.py",
+        old="return old, active & ((old & bit) != 0)",
+        new="return old, active & (active == 0)",
+        breaks="a slot that was drawn by two programs, or is live, is handed out",
+        scenario="slots_move",
+    ),
+    Mutant(
+        name="drawn_but_not_accounted",
+        file="slabs.py",
+        old="seen = atomic_cas(ptr, expected, tl.where(mine, words + more, 0))",
+        new="seen = atomic_cas(ptr, expected, tl.where(mine, words + more * 0, 0))",
+        breaks="slots that were drawn are still free in the account of their page",
+        scenario="slots_move",
+    ),
+    Mutant(
+        name="hidden_page_stays_hidden",
+        file="slabs.py",
+        old="published = published | (hidden & won)",
+        new="published = published | (hidden & won & (won == 0))",
+        breaks="a page that says it is published has no hint",
+        scenario="class_hint_dropped",
+    ),
+    Mutant(
+        name="run_without_a_live_bit",
+        file="heap.py",
+        old="""\
+            tl.atomic_or(ptr, bit, sem="relaxed")
+            addr = address_of(heap, page, page * 0)
+""",
+        new="""\
+            addr = address_of(heap, page, page * 0)
+""",
+        breaks="the free of a run finds no allocation",
+        scenario="runs_cross",
+    ),
+    Mutant(
+        name="a_page_of_a_run_is_kept",
+        file="heap.py",
+        old="free_run(heap, pick(at, first), pick(page_out(now), first) + 1)",
+        new="free_run(heap, pick(at, first), pick(page_out(now), first))",
+        breaks="the last page of a freed run is nobody's",
+        scenario="runs_cross",
+    ),
+    Mutant(
+        name="idle_page_is_kept",
+        file="heap.py",
+        old="return (page_kind(word) == KIND_RUN) | is_idle(word) | is_hidden(word)",
+        new="return (page_kind(word) == KIND_RUN) | is_hidden(word)",
+        breaks="a page whose last slot was freed stays a slab",
+        scenario="retire_or_free",
+    ),
+    Mutant(
+        name="renewed_while_in_use",
+        file="slabs.py",
+        old="lane_bits((lane < batch) & (page_out(words) == 0))",
+        new="lane_bits(lane < batch)",
+        breaks="a batch is handed out again while slots of it live",
+        scenario="one_slab",
     ),
 )
