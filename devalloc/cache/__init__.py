@@ -7,6 +7,7 @@ and the steps that policies are made of); the store with streams; the engine, wh
 from devalloc.cache.auto_growth_policy import AutoGrowthPolicy
 from devalloc.cache.bfc_policy import BfcPolicy
 from devalloc.cache.engine import Cache
+from devalloc.cache.frugal_policy import FrugalPolicy
 from devalloc.cache.graph_pools import PrivatePool
 from devalloc.cache.policies import POLICIES, make_policy
 from devalloc.cache.policy import Policy, TinyPolicy
@@ -20,6 +21,7 @@ __all__ = [
     "Cache",
     "CudaStreams",
     "Event",
+    "FrugalPolicy",
     "HostStreams",
     "Policy",
     "PrivatePool",

@@ -56,7 +56,8 @@ class Cache:
     source : Source
         Where segments come from. Its granularity must be a multiple of 256 bytes.
     policy : str or Policy
-        ``"torch"``, ``"tiny"``, ``"bfc"``, ``"auto_growth"``, or an object with options.
+        ``"torch"``, ``"tiny"``, ``"bfc"``, ``"auto_growth"``, ``"frugal"``, or an object with
+        options.
     limit : int or str, optional
         Most bytes reserved from the source. Checked before the source is asked.
     streams : Streams, optional

@@ -279,7 +279,7 @@ def test_crooked_sources_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["tiny", "torch", "bfc", "auto_growth"])
+@pytest.mark.parametrize("policy", ["tiny", "torch", "bfc", "auto_growth", "frugal"])
 def test_on_the_gpu_a_stolen_block_is_never_overwritten_early(policy: str) -> None:
     """A long kernel on one stream writes; the memory is freed and taken on another stream."""
     for share in (False, True):
