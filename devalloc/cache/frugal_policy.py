@@ -44,7 +44,9 @@ class FrugalPolicy(Policy):
     -----
     Cost: more calls of the source than `TorchPolicy` makes, each of which may wait for the device
     (cudaFree does, for all streams), and on a miss above the record one pass over the free blocks.
-    An allocation that hits costs the same. An ``allowance`` of what may be spent avoids the calls.
+    An allocation that hits costs the same. Demand that wanders between streams or pools, which
+    cannot serve each other, costs a release and a request at every move; an ``allowance`` avoids
+    them.
 
     Blocks that other streams still use are not waited for unless the source or the limit refuses;
     then all pending blocks are awaited, and if none of them serves, everything idle is given back

@@ -140,6 +140,36 @@ def test_up_to_the_allowance_nothing_is_given_back() -> None:
     assert in_mib(source.freed) == [30, 10], "32 over the allowance"
 
 
+@pytest.mark.parametrize(
+    ("allowance", "share", "peak", "per_turn"),
+    [(0, False, 20, 2), (40 * MIB, False, 40, 0), (0, True, 20, 0)],
+)
+def test_demand_that_wanders_between_streams(
+    allowance: int, share: bool, peak: int, per_turn: int
+) -> None:
+    """It costs a release and a request for each move, or an allowance, or sharing."""
+    engine, source = cache(
+        FrugalPolicy(allowance=allowance), streams=FakeStreams(), share_streams=share
+    )
+    for _ in range(5):
+        source.freed.clear()
+        cached(engine, 20, stream=1)
+        cached(engine, 20, stream=2)
+    assert len(source.freed) == per_turn
+    assert engine.stats()["reserved_bytes.all.peak"] == peak * MIB
+
+
+def test_demands_that_alternate_settle() -> None:
+    """10, 12 and 14 MiB, then 16 and 20: of each the other serves a part, and the rest is grown."""
+    engine, source = cache("frugal")
+    for _ in range(3):
+        calls = len(source.asked) + len(source.freed)
+        cached(engine, 10, 12, 14)
+        cached(engine, 16, 20)
+    assert len(source.asked) + len(source.freed) == calls
+    assert engine.stats()["reserved_bytes.all.peak"] == 50 * MIB
+
+
 def test_the_limit_bounds_the_record() -> None:
     engine, source = cache(FrugalPolicy(allowance=1000 * MIB), limit=60 * MIB)
     cached(engine, 10, 20, 30)
