@@ -74,7 +74,8 @@ class Arena:
     source : str or Source
         ``"cuda"`` (cudaMalloc), ``"host"`` (host memory), or an object. Default: by the device.
     policy : str or Policy
-        ``"torch"``, ``"tiny"``, ``"bfc"``, ``"auto_growth"``, or an object with options.
+        ``"torch"``, ``"tiny"``, ``"bfc"``, ``"auto_growth"``, ``"frugal"``, or an object with
+        options.
     limit : int, str or float, optional
         Most bytes taken from the source; a float is a fraction of the device's memory.
     share_streams : bool

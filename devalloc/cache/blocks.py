@@ -162,3 +162,22 @@ class Pool:
         if found is None:
             found = self.lists[stream] = FreeList(self, stream)
         return found
+
+
+class PoolSet:
+    """A small and a large pool: the default ones, or the private ones of graphs.
+
+    ``uses`` counts the graphs that may still read and write the memory. At zero the segments are
+    given back as soon as they are idle.
+    """
+
+    __slots__ = ("owner", "pools", "uses")
+
+    def __init__(self, owner: tuple[int, int]) -> None:
+        self.owner = owner
+        self.pools = (Pool(0, owner), Pool(1, owner))
+        self.uses = 1
+
+    @property
+    def segments(self) -> int:
+        return self.pools[0].segments + self.pools[1].segments

@@ -1,4 +1,4 @@
-"""The cache in words: why an allocation failed, and the report with bins and occupancy."""
+"""The cache in words: why a call failed, and the report with bins and occupancy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from devalloc.cache.bfc_policy import BINS, MIN_CHUNK, bin_of
 from devalloc.cache.blocks import FREE, LIVE, PENDING
 from devalloc.cache.store import Request
 from devalloc.cache.streamed_store import StreamedStore
+from devalloc.errors import DevallocError, DoubleFree, InvalidArgument, InvalidFree
 from devalloc.sizes import format_size
 
 _PICTURE = 100
@@ -67,6 +68,36 @@ def _remedy(store: StreamedStore, request: Request, sums: dict[int, int], elsewh
     steps.append("free something")
     text = ", or ".join(steps)
     return text[0].upper() + text[1:]
+
+
+def wrong_free(store: StreamedStore, address: object) -> DevallocError:
+    """The error for freeing what is no live allocation."""
+    if isinstance(address, bool) or not isinstance(address, int):
+        return InvalidArgument(f"an address is an int, not {address!r}")
+    block = next(
+        (
+            block
+            for segment in store.segments.values()
+            if segment.address <= address < segment.address + segment.size
+            for block in segment.blocks()
+            if block.address <= address < block.address + block.size
+        ),
+        None,
+    )
+    if block is None:
+        return InvalidFree(
+            f"invalid free of {address:#x}: no segment of this cache contains it; free exactly "
+            "what malloc of the same cache returned, once"
+        )
+    if block.state == LIVE:
+        return InvalidFree(
+            f"invalid free of {address:#x}: it is {address - block.address} B inside the block "
+            f"of {format_size(block.size)} at {block.address:#x}; free what malloc returned"
+        )
+    return DoubleFree(
+        f"double free of {address:#x}: no allocation lives there; it was freed before or "
+        "never allocated"
+    )
 
 
 def report(store: StreamedStore) -> str:

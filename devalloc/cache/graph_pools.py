@@ -12,22 +12,14 @@ outside, the graph is not concerned.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
 
-from devalloc.cache.store import PoolSet
-
-if TYPE_CHECKING:
-    from devalloc.cache.engine import Cache
-
-
-class Route(NamedTuple):
-    """Allocations that ``accepts(stream)`` go to ``pools``."""
-
-    pools: PoolSet
-    accepts: Callable[[int], bool]
-    capture: bool
+from devalloc.cache.blocks import PoolSet
+from devalloc.cache.core import Core, Route
+from devalloc.errors import InvalidArgument
 
 
 class PrivatePool:
@@ -38,7 +30,7 @@ class PrivatePool:
     allocation in it. As a context manager it releases the use it was made with.
     """
 
-    def __init__(self, cache: Cache, pools: PoolSet) -> None:
+    def __init__(self, cache: Graphs, pools: PoolSet) -> None:
         self._cache = cache
         self.pools = pools
 
@@ -69,3 +61,63 @@ class PrivatePool:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+class Graphs(Core):
+    """The engine's part for graphs: their pools, and which allocations go there."""
+
+    def private_pool(self) -> PrivatePool:
+        """Pools of their own for one graph, or for several that share memory."""
+        with self._entered() as store:
+            owner = (0, self._next_pool)
+            self._next_pool += 1
+            pools = store.privates[owner] = PoolSet(owner)
+            return PrivatePool(self, pools)
+
+    @contextmanager
+    def route(
+        self,
+        pool: PrivatePool,
+        accepts: Callable[[int], bool] | None = None,
+        *,
+        capture: bool = False,
+    ) -> Iterator[None]:
+        """Within the block, allocations go to ``pool``.
+
+        Parameters
+        ----------
+        accepts : callable, optional
+            Called with the stream of each allocation, on its thread: whether it goes to the pool.
+            Default: those of this thread.
+        capture : bool
+            A stream is being captured meanwhile: no event is queried or recorded, nothing is
+            waited for, and nothing goes back to the source, until the last capture has ended.
+        """
+        if accepts is None:
+            thread = threading.get_ident()
+
+            def accepts(stream: int) -> bool:
+                return threading.get_ident() == thread
+
+        pool.retain()
+        route = Route(pool.pools, accepts, capture)
+        with self._entered() as store:
+            self._routes.insert(0, route)
+            store.captures += capture
+        try:
+            yield
+        finally:
+            with self._entered() as store:
+                self._routes.remove(route)
+                store.captures -= capture
+                store.end_capture()
+            pool.release()
+
+    def change_uses(self, pools: PoolSet, change: int) -> None:
+        """One graph more or fewer uses private pools; with none left, idle memory goes back."""
+        with self._entered() as store:
+            if pools.uses + change < 0 or store.privates.get(pools.owner) is not pools:
+                raise InvalidArgument(f"the private pool {pools.owner} has been released before")
+            pools.uses += change
+            if pools.uses == 0:
+                store.release_unused(pools)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from devalloc.cache.auto_growth_policy import AutoGrowthPolicy
 from devalloc.cache.bfc_policy import BfcPolicy
+from devalloc.cache.frugal_policy import FrugalPolicy
 from devalloc.cache.policy import Policy, TinyPolicy
 from devalloc.cache.torch_policy import TorchPolicy
 from devalloc.errors import InvalidArgument
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (TinyPolicy, TorchPolicy, BfcPolicy, AutoGrowthPolicy)
+    policy.name: policy
+    for policy in (TinyPolicy, TorchPolicy, BfcPolicy, AutoGrowthPolicy, FrugalPolicy)
 }
 
 

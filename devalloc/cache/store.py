@@ -18,31 +18,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from devalloc.cache import ledger as rows
-from devalloc.cache.blocks import FREE, LIVE, Block, FreeList, Pool, Segment
+from devalloc.cache.blocks import FREE, LIVE, Block, FreeList, Pool, PoolSet, Segment
 from devalloc.errors import OutOfMemory
 
 if TYPE_CHECKING:
     from devalloc.cache.policy import Policy
     from devalloc.sources import Source
-
-
-class PoolSet:
-    """A small and a large pool: the default ones, or the private ones of graphs.
-
-    ``uses`` counts the graphs that may still read and write the memory. At zero the segments are
-    given back as soon as they are idle.
-    """
-
-    __slots__ = ("owner", "pools", "uses")
-
-    def __init__(self, owner: tuple[int, int]) -> None:
-        self.owner = owner
-        self.pools = (Pool(0, owner), Pool(1, owner))
-        self.uses = 1
-
-    @property
-    def segments(self) -> int:
-        return self.pools[0].segments + self.pools[1].segments
 
 
 class Request:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from devalloc.cache import ledger as rows
 from devalloc.cache.bfc_policy import BfcPolicy
-from devalloc.cache.blocks import FREE, PENDING, Block, Segment
+from devalloc.cache.blocks import FREE, PENDING, Block, PoolSet, Segment
 from devalloc.cache.history import History
 from devalloc.cache.policy import Policy
-from devalloc.cache.store import PoolSet, Store
+from devalloc.cache.store import Store
 from devalloc.cache.streams import Event, Streams
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 
 import devalloc
 from devalloc import Arena, DoubleFree, InvalidArgument, OutOfMemory
-from devalloc.cache import BfcPolicy
+from devalloc.cache import POLICIES, BfcPolicy
 from devalloc.sources import HostSource
 from tests.arena.support import MIB, NumberSource
 from tests.conftest import ON_GPU
@@ -49,6 +49,20 @@ def test_tensors_without_elements(arena: Arena) -> None:
 
 def test_the_default_dtype(arena: Arena) -> None:
     assert arena.empty(2).dtype == torch.get_default_dtype()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_by_name(policy: str) -> None:
+    with Arena(source="host", policy=policy) as arena:
+        for step in range(1, 4):
+            sizes = [step * size for size in (100, 50_000, MIB, 3 * MIB)]
+            tensors = [arena.empty(size, torch.uint8).fill_(at) for at, size in enumerate(sizes)]
+            assert all((tensor == at).all() for at, tensor in enumerate(tensors))
+            assert live(arena) == len(tensors)
+            del tensors
+            assert live(arena) == 0
+        arena.empty_cache()
+        assert arena.stats()["reserved_bytes.all.current"] == 0
 
 
 def test_views_keep_the_memory(arena: Arena) -> None:
@@ -279,7 +293,7 @@ def test_crooked_sources_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["tiny", "torch", "bfc", "auto_growth"])
+@pytest.mark.parametrize("policy", ["tiny", "torch", "bfc", "auto_growth", "frugal"])
 def test_on_the_gpu_a_stolen_block_is_never_overwritten_early(policy: str) -> None:
     """A long kernel on one stream writes; the memory is freed and taken on another stream."""
     for share in (False, True):

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from devalloc import DoubleFree, InvalidFreeError, OutOfMemory
-from devalloc.cache import AutoGrowthPolicy, BfcPolicy, Cache, Policy, TinyPolicy, TorchPolicy
+from devalloc.cache import (
+    AutoGrowthPolicy,
+    BfcPolicy,
+    Cache,
+    FrugalPolicy,
+    Policy,
+    TinyPolicy,
+    TorchPolicy,
+)
 from tests.arena.support import MIB, FakeStreams, NumberSource
 
 SIZES = st.one_of(
@@ -149,6 +157,8 @@ POLICIES: dict[str, Policy] = {
     "auto_growth": AutoGrowthPolicy(),
     "auto_growth-chunk": AutoGrowthPolicy(chunk_size=16 * MIB, free_idle_chunks="on_miss"),
     "auto_growth-at-once": AutoGrowthPolicy(free_idle_chunks="at_once"),
+    "frugal": FrugalPolicy(),
+    "frugal-options": FrugalPolicy(allowance=64 * MIB, medium_segment=24 * MIB),
 }
 
 

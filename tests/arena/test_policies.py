@@ -84,7 +84,7 @@ def test_a_small_block_is_split_from_512_bytes_on(policy: str) -> None:
     assert len(source.asked) == 1
 
 
-@pytest.mark.parametrize("policy", ["tiny", "torch", "auto_growth"])
+@pytest.mark.parametrize("policy", ["tiny", "torch", "auto_growth", "frugal"])
 def test_best_fit_then_lowest_address(policy: str) -> None:
     engine, _ = cache(policy)
     sizes = [40 * MIB, 30 * MIB, 30 * MIB, 50 * MIB]
@@ -96,7 +96,7 @@ def test_best_fit_then_lowest_address(policy: str) -> None:
     assert engine.malloc(45 * MIB) in (blocks[3], blocks[3] + 5 * MIB)
 
 
-@pytest.mark.parametrize("policy", ["tiny", "torch", "bfc", "auto_growth"])
+@pytest.mark.parametrize("policy", ["tiny", "torch", "bfc", "auto_growth", "frugal"])
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0)])
 def test_neighbours_merge_within_a_segment(policy: str, order: tuple[int, ...]) -> None:
     engine, _ = cache(policy, limit=8 * MIB)
@@ -110,7 +110,7 @@ def test_neighbours_merge_within_a_segment(policy: str, order: tuple[int, ...]) 
     assert [block["state"] for block in segment["blocks"]] == ["inactive"]
 
 
-@pytest.mark.parametrize("policy", ["torch", "bfc", "auto_growth"])
+@pytest.mark.parametrize("policy", ["torch", "bfc", "auto_growth", "frugal"])
 def test_zero_bytes_give_null(policy: str) -> None:
     engine, source = cache(policy)
     assert engine.malloc(0) == 0

@@ -1,7 +1,7 @@
 """Many threads on one cache: nothing lost, nothing given twice, also when the source fails.
 
 Each thread checks that what it holds is held by nobody else: all live ranges are entered in one
-dict whose insertion is atomic. With the engine's lock planted away, all eight cases fail.
+dict whose insertion is atomic. With the engine's lock planted away, all ten cases fail.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.arena.support import KIB, MIB, NumberSource
 
 THREADS = 8
 SHORT, LONG = 20_000, 100_000
-POLICIES = ("tiny", "torch", "bfc", "auto_growth")
+POLICIES = ("tiny", "torch", "bfc", "auto_growth", "frugal")
 
 
 class Worker(threading.Thread):
