@@ -69,6 +69,7 @@ from .slabs import (
     prefetch,
     settle,
 )
+from .target import has_wide_cas
 
 
 @triton.jit
@@ -407,8 +408,14 @@ def free_rest(heap, addr, active, inside, page, granule, freed, at, now, acts):
         free_run(heap, pick(at, first), pick(page_out(now), first) + 1)
         first = first_lane(runs & (lane_index(runs) > first))
     asks = acts & (is_idle(now) | is_hidden(now))
-    if any_lane(asks):
-        settle(heap, at, now, asks)
+    if has_wide_cas():
+        if any_lane(asks):
+            settle(heap, at, now, asks)
+    else:
+        first = first_lane(asks)
+        while any_lane(asks & (lane_index(asks) == first)):
+            settle(heap, pick(at, first), pick(now, first), first >= 0)
+            first = first_lane(asks & (lane_index(asks) > first))
     wrong = active & (freed == 0)
     if any_lane(wrong):
         # Nothing lives at a well-formed address: freed before, or never handed out.
