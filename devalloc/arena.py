@@ -24,6 +24,7 @@ from devalloc.sources import AsyncSource, CudaSource, HostSource, Segment, Sourc
 
 if TYPE_CHECKING:
     from devalloc.heap import Heap
+    from devalloc.interop.holder import Holder
 
 
 class TorchOutOfMemory(OutOfMemory, torch.OutOfMemoryError):
@@ -268,6 +269,23 @@ class Arena:
         """
         self._require_open()
         return self._cache.route(pool, capture=True)
+
+    # Other libraries ------------------------------------------------------------------------------
+
+    def triton_allocator(self) -> Callable[[int, int, int | None], Holder]:
+        """For ``triton.set_allocator``: the scratch memory of kernel launches from this arena.
+
+        Triton holds a buffer only until the launch call returns, long before the kernel ends. The
+        buffer belongs to the launch's stream, so that its memory is next used by work that is
+        queued there after the kernel. Inside a CUDA graph the address is part of the graph: capture
+        within `capture`, whose pool keeps the memory.
+
+        ``triton.set_allocator`` sets a context variable: do it in each thread that launches.
+        """
+        from devalloc.interop import triton
+
+        self._require_open()
+        return triton.allocator(self)
 
     # Upkeep and reports ---------------------------------------------------------------------------
 
