@@ -24,6 +24,7 @@ from devalloc.cache import ledger as rows
 from devalloc.cache.bfc_policy import BfcPolicy
 from devalloc.cache.blocks import FREE, LIVE, Block
 from devalloc.cache.graph_pools import PrivatePool, Route
+from devalloc.cache.outside import Outside
 from devalloc.cache.policies import make_policy
 from devalloc.cache.policy import Policy
 from devalloc.cache.store import PoolSet, Request
@@ -519,13 +520,13 @@ class Cache:
         """
         bound = None if limit is None else parse_size(limit)
         with self._entered() as store:
-            if bound is not None and store.reserved > bound:
+            if bound is not None and store.taken > bound:
                 store.wait_for_events()
                 store.release_cached()
-                if store.reserved > bound:
+                if store.taken > bound:
                     raise InvalidArgument(
                         f"a limit of {format_size(bound)} is below the "
-                        f"{format_size(store.reserved)} that cannot be given back now; free first"
+                        f"{format_size(store.taken)} that cannot be given back now; free first"
                     )
             before, store.limit = store.limit, bound
             try:
@@ -607,6 +608,11 @@ class Cache:
         """Check C1 to C3; raises CorruptionError naming the one that does not hold."""
         with self._entered() as store:
             audit.check(store)
+
+    @property
+    def outside(self) -> Outside:
+        """Segments that another allocator takes from the source, under this cache's limit."""
+        return self._store.outside
 
     @property
     def reserved(self) -> int:
