@@ -24,6 +24,7 @@ from devalloc.sources import AsyncSource, CudaSource, HostSource, Segment, Sourc
 
 if TYPE_CHECKING:
     from devalloc.heap import Heap
+    from devalloc.interop.cuda_core import ArenaMemoryResource
     from devalloc.interop.holder import Holder
     from devalloc.interop.pytorch import Pool
 
@@ -330,6 +331,24 @@ class Arena:
 
         self._require_open()
         return triton.allocator(self)
+
+    def memory_resource(self) -> ArenaMemoryResource:
+        """A ``cuda.core.MemoryResource``: ``resource.allocate(nbytes, stream=stream)``.
+
+        A buffer belongs to the stream it was allocated on. Closed on another stream, its memory is
+        reused only behind what that stream was given before. Buffers keep the arena.
+
+        Raises
+        ------
+        InvalidArgument
+            For a closed arena.
+        DevallocError
+            If cuda.core cannot be imported.
+        """
+        self._require_open()
+        from devalloc.interop.cuda_core import ArenaMemoryResource
+
+        return ArenaMemoryResource(self)
 
     # Upkeep and reports ---------------------------------------------------------------------------
 
