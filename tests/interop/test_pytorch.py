@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from devalloc import Arena, InvalidArgument, OutOfMemory
+from devalloc import Arena, DevallocError, InvalidArgument, OutOfMemory
 from devalloc.cache import Cache
 from devalloc.interop import pytorch
 from devalloc.sources import CudaSource, SimulatedSource
@@ -130,6 +130,12 @@ def test_one_thread_claims() -> None:
     assert seen == [False, True]
 
 
+@pytest.mark.skipif(hasattr(torch._C, "_cuda_customAllocator"), reason="this PyTorch can")
+def test_a_pytorch_that_cannot_says_so() -> None:
+    with pytest.raises(DevallocError, match="cannot take segments from others.*CUDA build"):
+        pytorch._torch_allocator()
+
+
 def test_use_needs_device_memory_and_an_open_arena() -> None:
     arena = Arena(source="host")
     with pytest.raises(InvalidArgument, match="need device memory"):
@@ -211,6 +217,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> object:
 @pytest.mark.usefixtures("deterministic")
 def test_on_the_gpu_training_is_the_same_inside() -> None:
     expected = train(30)
+    assert train(30) == expected, "without which nothing could be compared"
     source = Watched()
     arena = Arena(source=source)
     owned: list[torch.Tensor] = []
@@ -230,8 +237,9 @@ def test_on_the_gpu_training_is_the_same_inside() -> None:
 
 
 @pytest.mark.gpu
-def test_on_the_gpu_the_pool_is_kept_between_uses() -> None:
-    with Arena() as arena:
+@pytest.mark.parametrize("source", ["cuda", "async"])
+def test_on_the_gpu_the_pool_is_kept_between_uses(source: str) -> None:
+    with Arena(source=source) as arena:
         for _ in range(5):
             with arena.use(), arena.use():
                 torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
@@ -355,4 +363,6 @@ def test_on_the_gpu_the_process_ends_cleanly(last: str) -> None:
         [sys.executable, "-c", EXIT.format(last=last)],
         cwd=ROOT, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+    assert "Exception" not in done.stderr
+    assert "Error" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import itertools
 
@@ -91,14 +92,18 @@ def test_on_the_gpu_descriptors_made_in_kernels_live_in_the_arena() -> None:
             assert buffer.data_ptr() % alignment == 0
             return buffer
 
-        triton.set_allocator(counted)
         source = torch.arange(1024 * 1024, device="cuda", dtype=torch.float32).view(1024, 1024)
         targets = [torch.zeros_like(source) for _ in range(40)]
         torch.cuda.synchronize()
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-        for step, target in enumerate(targets):
-            with torch.cuda.stream(streams[step % 2]):
-                _copy_by_descriptor[(16, 16)](source, target, 1024, 1024, SIDE=64)
+
+        def launch() -> None:
+            triton.set_allocator(counted)
+            for step, target in enumerate(targets):
+                with torch.cuda.stream(streams[step % 2]):
+                    _copy_by_descriptor[(16, 16)](source, target, 1024, 1024, SIDE=64)
+
+        contextvars.copy_context().run(launch)  # the allocator is of this context only
         torch.cuda.synchronize()
         assert len(sizes) == 40
         assert all(torch.equal(target, source + 1) for target in targets)
