@@ -132,7 +132,7 @@ def test_one_thread_claims() -> None:
 
 @pytest.mark.skipif(hasattr(torch._C, "_cuda_customAllocator"), reason="this PyTorch can")
 def test_a_pytorch_that_cannot_says_so() -> None:
-    with pytest.raises(DevallocError, match="cannot take segments from others.*CUDA build"):
+    with pytest.raises(DevallocError, match="cannot take segments from others"):
         pytorch._torch_allocator()
 
 
