@@ -136,3 +136,27 @@ def test_threads_never_exceed_the_limit() -> None:
     assert source.peak <= limit
     assert source.used == engine.outside.reserved == engine.reserved == 0
     engine.audit()
+
+
+@pytest.mark.parametrize("first", ["engine", "outside"])
+def test_what_is_being_asked_for_counts(first: str) -> None:
+    """One side is in the midst of a source call when the other looks at the limit."""
+
+    class Meanwhile(SimulatedSource):
+        def allocate(self, nbytes: int, stream: int | None = None) -> int:
+            if callbacks:
+                with pytest.raises(OutOfMemory):
+                    callbacks.pop()(8 * MIB)
+                refused.append(nbytes)
+            return super().allocate(nbytes, stream)
+
+    refused: list[int] = []
+    source = Meanwhile()
+    engine = Cache(source, "auto_growth", limit=12 * MIB)
+    calls = [engine.outside.allocate, engine.malloc]
+    if first == "outside":
+        calls.reverse()
+    callbacks = calls[:1]
+    calls[1](8 * MIB)
+    assert refused == [8 * MIB]
+    assert source.peak == 8 * MIB
