@@ -24,6 +24,9 @@ from devalloc.sources import AsyncSource, CudaSource, HostSource, Segment, Sourc
 
 if TYPE_CHECKING:
     from devalloc.heap import Heap
+    from devalloc.interop.cuda_core import ArenaMemoryResource
+    from devalloc.interop.holder import Holder
+    from devalloc.interop.pytorch import Pool
 
 
 class TorchOutOfMemory(OutOfMemory, torch.OutOfMemoryError):
@@ -110,6 +113,7 @@ class Arena:
             share_streams=share_streams,
         )
         self._closed = False
+        self._pytorch: Pool | None = None
         # For an arena that is dropped without close(). Living tensors keep the cache.
         weakref.finalize(self, self._cache.close).atexit = False
 
@@ -127,6 +131,8 @@ class Arena:
         """
         if not self._closed:
             self._closed = True
+            if self._pytorch is not None:
+                self._pytorch.empty()
             self._cache.close()
 
     def __enter__(self) -> Arena:
@@ -200,7 +206,12 @@ class Arena:
         cache = self._cache
         owner = cache.streams.current() if stream is None else stream
         try:
-            return cache.malloc(nbytes, owner)
+            try:
+                return cache.malloc(nbytes, owner)
+            except OutOfMemory:
+                if self._pytorch is None or not self._pytorch.empty():
+                    raise
+                return cache.malloc(nbytes, owner)
         except OutOfMemory as error:
             raise TorchOutOfMemory(str(error)) from error
 
@@ -270,6 +281,76 @@ class Arena:
         self._require_open()
         return self._cache.route(pool, capture=True)
 
+    # Other libraries ------------------------------------------------------------------------------
+
+    def use(self) -> AbstractContextManager[None]:
+        """Within it PyTorch's own CUDA allocations of this thread come from this arena.
+
+        PyTorch's caching allocator keeps the blocks, with its speed and its ``record_stream``, and
+        takes its segments from the arena's source, under the arena's limit; `stats` counts them as
+        ``outside_*``. The segments stay with PyTorch from one `use` to the next; idle ones return
+        with `empty_cache`, with `close`, with the arena's end, or when the arena itself runs out.
+        Tensors may outlive all of these: their segments then return with the next `empty_cache`, or
+        ``torch.cuda.empty_cache``, after they are gone.
+
+        A backward pass runs on this thread too, and its gradients live in the arena: PyTorch's
+        worker threads, which would not be routed, are switched off for this thread meanwhile. So
+        devices take turns in a backward pass over several. Allocations of other threads, data
+        loaders' for instance, are PyTorch's as ever.
+
+        One thread at a time may be inside, for one arena, which it may enter again. While it runs,
+        let other threads not ask PyTorch for memory statistics or snapshots: those wait for a lock
+        and keep Python's, which the callbacks need. Capture graphs outside, with `capture`.
+
+        Raises
+        ------
+        InvalidArgument
+            For a closed arena, if `use` is active on another thread or for another arena, or for a
+            source other than ``"cuda"`` and ``"async"``: adaptors could wait for locks.
+        torch.OutOfMemoryError
+            From PyTorch, when limit or source refuse a segment; its cause is the arena's error.
+        """
+        from devalloc.interop.pytorch import Pool
+
+        self._require_open()
+        if self._pytorch is None:
+            self._pytorch = Pool(self._cache)
+            weakref.finalize(self, self._pytorch.forsake).atexit = False
+        return self._pytorch.use()
+
+    def triton_allocator(self) -> Callable[[int, int, int | None], Holder]:
+        """For ``triton.set_allocator``: the scratch memory of kernel launches from this arena.
+
+        Triton holds a buffer only until the launch call returns, long before the kernel ends. The
+        buffer belongs to the launch's stream, so that its memory is next used by work that is
+        queued there after the kernel. Inside a CUDA graph the address is part of the graph: capture
+        within `capture`, whose pool keeps the memory.
+
+        ``triton.set_allocator`` sets a context variable: do it in each thread that launches.
+        """
+        from devalloc.interop import triton
+
+        self._require_open()
+        return triton.allocator(self)
+
+    def memory_resource(self) -> ArenaMemoryResource:
+        """A ``cuda.core.MemoryResource``: ``resource.allocate(nbytes, stream=stream)``.
+
+        A buffer belongs to the stream it was allocated on. Closed on another stream, its memory is
+        reused only behind what that stream was given before. Buffers keep the arena.
+
+        Raises
+        ------
+        InvalidArgument
+            For a closed arena.
+        DevallocError
+            If cuda.core cannot be imported.
+        """
+        self._require_open()
+        from devalloc.interop.cuda_core import ArenaMemoryResource
+
+        return ArenaMemoryResource(self)
+
     # Upkeep and reports ---------------------------------------------------------------------------
 
     @property
@@ -282,12 +363,21 @@ class Arena:
         self._cache.set_limit(_resolve_limit(limit, self.device))
 
     def empty_cache(self) -> int:
-        """Give all idle memory back to the source; bytes. Waits for pending frees."""
-        return self._cache.empty_cache()
+        """Give all idle memory back to the source; bytes. Waits for pending frees.
+
+        Of memory that PyTorch took in `use`, PyTorch's own idle memory may go too; none while
+        somebody is inside.
+        """
+        outside = 0 if self._pytorch is None else self._pytorch.empty()
+        return outside + self._cache.empty_cache()
 
     def stats(self) -> dict[str, int]:
-        """Statistics under the names of ``torch.cuda.memory_stats``."""
-        return self._cache.stats()
+        """Statistics under the names of ``torch.cuda.memory_stats``.
+
+        Segments that PyTorch took in `use` are counted as ``outside_segment.current``,
+        ``.allocated``, ``.freed`` and ``outside_bytes.current``.
+        """
+        return {**self._cache.stats(), **self._cache.outside.stats()}
 
     def snapshot(self) -> dict[str, object]:
         """In the format of ``torch.cuda.memory._snapshot``; plain types, ready to pickle."""

@@ -86,7 +86,8 @@ def _check_sums(store: StreamedStore) -> None:
     segments = sum(segment.size for segment in store.segments.values())
     _require(store.reserved == segments, f"C3: {store.reserved} B reserved, segments {segments} B")
     if store.limit is not None:
-        _require(segments <= store.limit, f"C3: {segments} B reserved over the limit")
+        held = segments + store.outside.held
+        _require(held <= store.limit, f"C3: {held} B reserved over the limit")
     sums = {FREE: 0, LIVE: 0, PENDING: 0}
     for block in store.blocks.values():
         sums[block.state] += block.size

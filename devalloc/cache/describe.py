@@ -48,6 +48,8 @@ def failure(store: StreamedStore, request: Request) -> str:
         parts.append(f"{format_size(elsewhere)} are free for other streams only")
     if private:
         parts.append(f"{format_size(private)} belong to private pools")
+    if store.outside.reserved:
+        parts.append(f"{format_size(store.outside.reserved)} are with PyTorch's own allocator")
     if store.failure is not None:
         parts.append(f"the source said: {store.failure}")
     return "; ".join(parts) + ". " + _remedy(store, request, sums, elsewhere)

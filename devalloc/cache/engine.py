@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from devalloc.cache.graph_pools import Graphs
+from devalloc.cache.outside import Outside
 from devalloc.cache.reports import Reports
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import format_size, parse_size
@@ -102,13 +103,13 @@ class Cache(Graphs, Reports):
         """
         bound = None if limit is None else parse_size(limit)
         with self._entered() as store:
-            if bound is not None and store.reserved > bound:
+            if bound is not None and store.taken > bound:
                 store.wait_for_events()
                 store.release_cached()
-                if store.reserved > bound:
+                if store.taken > bound:
                     raise InvalidArgument(
                         f"a limit of {format_size(bound)} is below the "
-                        f"{format_size(store.reserved)} that cannot be given back now; free first"
+                        f"{format_size(store.taken)} that cannot be given back now; free first"
                     )
             before, store.limit = store.limit, bound
             try:
@@ -142,3 +143,8 @@ class Cache(Graphs, Reports):
         """
         with self._entered() as store:
             store.callbacks.append(callback)
+
+    @property
+    def outside(self) -> Outside:
+        """Segments that another allocator takes from the source, under this cache's limit."""
+        return self._store.outside

@@ -89,7 +89,9 @@ class FrugalPolicy(Policy):
             return block
         nbytes = self._segment_for(request.size)
         if store.may_release():
-            bound = self._record if store.limit is None else min(self._record, store.limit)
+            bound = self._record
+            if store.limit is not None:
+                bound = min(bound, store.limit - (store.taken - store.reserved))
             self._give_back(store, store.reserved + nbytes - bound)
         block = store.grow(request, nbytes)
         if block is None and store.may_release():

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from devalloc.cache import ledger as rows
 from devalloc.cache.blocks import FREE, LIVE, Block, FreeList, Pool, PoolSet, Segment
+from devalloc.cache.outside import Outside
 from devalloc.errors import OutOfMemory
 
 if TYPE_CHECKING:
@@ -64,6 +65,9 @@ class Store:
         self.policy = policy
         self.limit = limit
         self.reserved = 0
+        self.asking = 0
+        """Bytes that the source is being asked for: announced before the limit is looked at."""
+        self.outside = Outside(self)
         self.blocks: dict[int, Block] = {}
         self.segments: dict[int, Segment] = {}
         self.default = PoolSet((0, 0))
@@ -289,7 +293,12 @@ class Store:
 
     def room(self) -> int | None:
         """Bytes that the limit still allows to be asked from the source; None without a limit."""
-        return None if self.limit is None else self.limit - self.reserved
+        return None if self.limit is None else self.limit - self.taken
+
+    @property
+    def taken(self) -> int:
+        """Bytes that count against the limit: own segments, those of others, those on the way."""
+        return self.reserved + self.asking + self.outside.reserved
 
     def grow(self, request: Request, nbytes: int) -> Block | None:
         """Ask the source for a segment and serve the request from it.
@@ -297,14 +306,18 @@ class Store:
         The limit is checked first. None if either says no; `failure` then has the source's error.
         """
         self.failure = None
-        if self.limit is not None and self.reserved + nbytes > self.limit:
-            return None
+        self.asking = nbytes
         try:
+            if self.limit is not None and self.taken > self.limit:
+                return None
             with self.around_source():
                 address = self._ask_source(nbytes, request.stream)
+            self.reserved += nbytes
         except OutOfMemory as error:
             self.failure = error
             return None
+        finally:
+            self.asking = 0
         home = request.home
         segment = Segment(address, nbytes, request.stream, home.pool)
         block = Block(address, nbytes, 0, FREE, home, segment, None, None)
@@ -313,7 +326,6 @@ class Store:
         self.blocks[address] = block
         home.add(nbytes, address)
         home.pool.segments += 1
-        self.reserved += nbytes
         self.counts["num_device_alloc"] += 1
         self.ledger.rows.extend((nbytes | rows.SEGMENT_IN | request.index, 0))
         self.segment_changed(segment, "segment_alloc")

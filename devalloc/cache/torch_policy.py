@@ -160,7 +160,7 @@ class TorchPolicy(Policy):
     def _collect(self, store: Store) -> None:
         """Free idle large blocks of at least average age until reserved <= threshold * limit."""
         assert store.limit is not None
-        target = store.reserved - int(self.garbage_collection_threshold * store.limit)
+        target = store.taken - int(self.garbage_collection_threshold * store.limit)
         if target <= 0:
             return
         pool = store.default.pools[1]

@@ -8,7 +8,6 @@ reentrant, and what is done under one is a single assignment, or may be seen hal
 from __future__ import annotations
 
 import dataclasses
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,7 +105,6 @@ class Ledger:
     def __init__(self, name: str) -> None:
         self._name = name
         self._sizes: dict[int, int] = {}
-        self._lock = threading.RLock()
 
     def check(self, nbytes: int) -> None:
         """Refuse requests that no source can serve."""
@@ -124,16 +122,15 @@ class Ledger:
 
         Enters it again if giving it back fails.
         """
-        with self._lock:
-            known = self._sizes.get(address)
-            if known == nbytes:
-                del self._sizes[address]
+        # One atomic step and no lock: a free may come while other libraries' locks are held.
+        known = self._sizes.pop(address, None)
         if known is None:
             raise InvalidFree(
                 f"{self._name}: free of {address:#x} ({format_size(nbytes)}), which is not out; "
                 "it was freed before or is not from this source"
             )
         if known != nbytes:
+            self._sizes[address] = known
             raise InvalidFree(
                 f"{self._name}: free of {address:#x} with {nbytes} B, but {known} B were "
                 "allocated there; free exactly what allocate gave"

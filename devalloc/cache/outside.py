@@ -1,0 +1,104 @@
+"""Segments that another allocator takes from the engine's source, under the engine's limit.
+
+PyTorch asks for segments while it holds the lock of its own allocator. A thread that is inside the
+engine may be interrupted by a garbage collection that frees PyTorch's tensors and so waits for that
+lock. Waiting for the engine's lock here would therefore deadlock, and nothing here takes a lock or
+waits for anybody.
+
+Instead of locking, both sides announce what they are about to take before they compare the sum with
+the limit: of two that race for the last room both may be refused, but never are both served. Single
+operations on a dict are atomic in CPython, and ``sum`` over its ints is one of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from devalloc.errors import InvalidFree, OutOfMemory
+from devalloc.sizes import format_size
+
+if TYPE_CHECKING:
+    from devalloc.cache.store import Store
+
+
+class Outside:
+    """What others hold of a store's source. Waits for nothing but the source."""
+
+    __slots__ = ("_held", "_moving", "_store", "_tickets", "allocations", "frees")
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._tickets = itertools.count()
+        self._held: dict[int, int] = {}
+        # Being asked for or given back, by ticket. Counted twice for a moment rather than not.
+        self._moving: dict[int, int] = {}
+        self.allocations = 0
+        self.frees = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes that are out."""
+        return sum(self._held.values())
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that are out, just being asked for, or just being given back."""
+        return sum(self._held.values()) + sum(self._moving.values())
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of a segment straight from the source.
+
+        Raises
+        ------
+        OutOfMemory
+            If the limit or the source does not allow it; nothing has changed then.
+        """
+        store = self._store
+        ticket = next(self._tickets)
+        self._moving[ticket] = nbytes
+        try:
+            if store.limit is not None and store.taken > store.limit:
+                raise OutOfMemory(
+                    f"a segment of {format_size(nbytes)} does not fit into the limit of "
+                    f"{format_size(store.limit)}: {format_size(store.taken - nbytes)} are taken; "
+                    "raise the limit, or free something and call empty_cache()"
+                )
+            address = store.source.allocate(nbytes)
+            self._held[address] = nbytes
+        finally:
+            del self._moving[ticket]
+        self.allocations += 1
+        return address
+
+    def free(self, address: int) -> None:
+        """Give a segment back; waits for the work of the device, as the source does.
+
+        Raises
+        ------
+        InvalidFree
+            If no segment is out at ``address``.
+        """
+        ticket = next(self._tickets)
+        self._moving[ticket] = self._held.get(address, 0)
+        try:
+            nbytes = self._held.pop(address, None)
+            if nbytes is None:
+                raise InvalidFree(f"free of {address:#x}: no segment is out there; free it once")
+            try:
+                self._store.source.free(address, nbytes)
+            except BaseException:
+                self._held[address] = nbytes
+                raise
+        finally:
+            del self._moving[ticket]
+        self.frees += 1
+
+    def stats(self) -> dict[str, int]:
+        """Beside PyTorch's names, which count the engine's own segments only."""
+        return {
+            "outside_segment.current": len(self._held),
+            "outside_segment.allocated": self.allocations,
+            "outside_segment.freed": self.frees,
+            "outside_bytes.current": self.held,
+        }

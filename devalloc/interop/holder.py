@@ -1,0 +1,57 @@
+"""An arena block that lives as long as a Python object: what other libraries hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from devalloc.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from devalloc.arena import Arena
+
+
+class Holder:
+    """A block of ``nbytes`` bytes, owned by ``stream``, that returns with the last reference.
+
+    The return waits for nothing and is in the order of the stream: the memory is next given to work
+    that is queued on that stream afterwards.
+
+    Parameters
+    ----------
+    arena : Arena
+    nbytes : int
+    stream : int, optional
+        Handle; default: the current stream.
+    alignment : int
+        A power of two in bytes. Above 256, which every block has, the block is larger by it.
+
+    Raises
+    ------
+    OutOfMemory
+        Also a ``torch.OutOfMemoryError``.
+    InvalidArgument
+        For an alignment that is no power of two, a negative size, or a closed arena.
+    """
+
+    __slots__ = ("_address", "_arena", "_block")
+
+    def __init__(
+        self, arena: Arena, nbytes: int, stream: int | None = None, alignment: int = 1
+    ) -> None:
+        if alignment < 1 or alignment & (alignment - 1):
+            raise InvalidArgument(f"an alignment is a power of two, not {alignment} B")
+        extra = alignment if alignment > 256 and nbytes > 0 else 0
+        block = arena.alloc(nbytes + extra, stream)
+        self._arena = arena
+        self._block = block
+        self._address = (block.address + alignment - 1) & -alignment
+
+    def data_ptr(self) -> int:
+        """The address, aligned as asked; 0 for a request of no bytes."""
+        return self._address
+
+    def __del__(self) -> None:
+        # Without a block the constructor has failed.
+        block = getattr(self, "_block", None)
+        if block is not None:
+            self._arena.free(block)

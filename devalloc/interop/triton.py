@@ -1,0 +1,20 @@
+"""The scratch memory of Triton's launches, from an arena."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from devalloc.interop.holder import Holder
+
+if TYPE_CHECKING:
+    from devalloc.arena import Arena
+
+
+def allocator(arena: Arena) -> Callable[[int, int, int | None], Holder]:
+    """A function for ``triton.set_allocator``; see `devalloc.Arena.triton_allocator`."""
+
+    def allocate(size: int, alignment: int, stream: int | None) -> Holder:
+        return Holder(arena, size, stream, alignment)
+
+    return allocate
