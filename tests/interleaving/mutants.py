@@ -158,14 +158,6 @@ ALL = (
         scenario="class_hint_dropped",
     ),
     Mutant(
-        name="other_batch_lost",
-        file="slabs.py",
-        old='detach(heap, cls, tl.atomic_xchg(ptr, rest, sem="relaxed"))',
-        new='tl.atomic_xchg(ptr, rest, sem="relaxed")',
-        breaks="of two batches that two refillers install one is lost",
-        scenario="waiter_gives_up",
-    ),
-    Mutant(
         name="drawn_without_winning",
         file="slabs.py",
         old="won = lane_bits(mine & (seen == expected))",
@@ -206,19 +198,6 @@ ALL = (
         scenario="class_hint_dropped",
     ),
     Mutant(
-        name="run_without_a_live_bit",
-        file="heap.py",
-        old="""\
-            tl.atomic_or(ptr, bit, sem="relaxed")
-            addr = address_of(heap, page, page * 0)
-""",
-        new="""\
-            addr = address_of(heap, page, page * 0)
-""",
-        breaks="the free of a run finds no allocation",
-        scenario="runs_cross",
-    ),
-    Mutant(
         name="a_page_of_a_run_is_kept",
         file="heap.py",
         old="free_run(heap, pick(at, first), pick(page_out(now), first) + 1)",
@@ -233,13 +212,5 @@ ALL = (
         new="return (page_kind(word) == KIND_RUN) | is_hidden(word)",
         breaks="a page whose last slot was freed stays a slab",
         scenario="retire_or_free",
-    ),
-    Mutant(
-        name="renewed_while_in_use",
-        file="slabs.py",
-        old="lane_bits((lane < batch) & (page_out(words) == 0))",
-        new="lane_bits(lane < batch)",
-        breaks="a batch is handed out again while slots of it live",
-        scenario="one_slab",
     ),
 )
