@@ -36,7 +36,6 @@ from .layout import (
     KIND_FREE,
     KIND_RUN,
     MAX_SLOT,
-    PAGE_BYTES,
     PAGE_LOG2,
     RUN,
     RUNS,
@@ -52,6 +51,7 @@ from .layout import (
     page_word_ptr,
     program_index,
     size_class,
+    slots_of,
     stripe_credits,
     stripe_place,
 )
@@ -92,12 +92,6 @@ def live_bit(heap, page, granule):
 def address_of(heap, page, granule):
     offset = (page.to(tl.int64) << PAGE_LOG2) + (granule << 4).to(tl.int64)
     return load_base(heap) + offset
-
-
-@triton.jit
-def slots_of(size):
-    """Slots of ``size`` bytes (int32) in a page."""
-    return divide(size * 0 + PAGE_BYTES, size)
 
 
 # malloc ---------------------------------------------------------------------------------------
@@ -434,7 +428,7 @@ def begins_slot(word, granule):
     """Whether a slot of a slab page begins at the granule."""
     size = class_bytes(page_class(word))
     slot = divide(granule << 4, size)
-    return (slot * size == granule << 4) & (slot < divide(size * 0 + PAGE_BYTES, size))
+    return (slot * size == granule << 4) & (slot < slots_of(size))
 
 
 @triton.jit
@@ -516,7 +510,7 @@ def free(heap, addr, mask=None):
 
     Everything the program did with the memory is ordered before anything its next owner does.
     An address that is not a live allocation changes nothing and is recorded: DoubleFree if it
-    could have been one, InvalidFree if it could not. Three atomics in a row.
+    could have been one, InvalidFree if it could not. Two atomics in a row.
     """
     addrs, active = as_request(addr, mask)
     free_any(heap, addrs, active)

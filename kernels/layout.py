@@ -59,9 +59,8 @@ NUM_CLASSES = tl.constexpr(38)
 MAX_SLOT = tl.constexpr(1 << 15)
 MAX_BATCH = tl.constexpr(32)
 
-# Geometry: two whole words, then numbers below 2**32, two to a word, so that a fast path needs
+# Geometry: MAGIC, the base, then numbers below 2**32, two to a word, so that a fast path needs
 # few loads and few registers.
-MAGIC_WORD = tl.constexpr(0)
 BASE_WORD = tl.constexpr(1)  # address of page 0
 PACKED_WORD = tl.constexpr(2)
 G_PAGES = tl.constexpr(0)
@@ -218,10 +217,15 @@ def class_bytes(cls):
 
 
 @triton.jit
+def slots_of(size):
+    """Slots of ``size`` bytes (int32) in a page."""
+    return divide(size * 0 + PAGE_BYTES, size)
+
+
+@triton.jit
 def class_slots(cls):
     """Slots per page (int32) of class ``cls``."""
-    size = class_bytes(cls)
-    return divide(size * 0 + PAGE_BYTES, size)
+    return slots_of(class_bytes(cls))
 
 
 # Fields ---------------------------------------------------------------------------------------

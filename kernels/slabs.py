@@ -9,22 +9,24 @@ by a free that will subtract it. Slots are promised in three ways:
 
 - A *ticket*: a subtraction from the stripe word of a class. The batch of a stripe begins with all
   its slots clear, and ticket i names slot i: neighbouring lanes get neighbouring addresses.
-- A *draw*: an addition to the page word of a detached page promises any of its clear slots. Many
-  draws, frees and late claims may be at work in one page.
+- A *draw*: an addition to the page word of a detached page, by compare-and-swap, promises some of
+  its clear slots. Many draws, frees and late claims may be at work in one page.
 - *Whole pages*, opened for a program that can fill them. Its tickets are nobody else's.
 
 Shared words and their writers
-    *Stripe word* (class, stripe): malloc subtracts credits; a refill or a flush exchanges it.
+    *Stripe word* (class, stripe): malloc subtracts credits; a refill or a flush exchanges it; who
+    makes a refill its duty (take_duty) compares and swaps it.
+    *Spare* (class, stripe): prefetch, refill and flush exchange it.
     *Page word*: free subtracts; open, draw, renew, detach, settle and unpublish change the state.
     *Class hint*: row ORDERS + class, a bit per chunk. PUBLISHED in a page word promises it.
 Linearisation
     malloc: the subtraction that returned enough credits, or the compare-and-swap of a draw, or
     the take of whole pages. free: the subtraction from the page word.
 Who may do what
-    Credits of a batch exist in one stripe only; its pages are ATTACHED, not PUBLISHED, and nobody
-    draws from them. A page is retired by the compare-and-swap of its word from (detached, out = 0)
-    to FREE: by (A) nobody has a slot, a promise or a credit in it, so nobody is inside. A free
-    that finds its live bit clear touches no page word.
+    Credits of a batch exist in one stripe word or spare only; its pages are ATTACHED, not
+    PUBLISHED, and nobody draws from them. A page is retired by the compare-and-swap of its word
+    from (detached, out = 0) to FREE: by (A) nobody has a slot, a promise or a credit in it, so
+    nobody is inside. A free that finds its live bit clear touches no page word.
 Order
     `fence` orders; the atomics are relaxed, but for the tickets of the first class of a program,
     which acquire. Free fences before it clears the live bit, so the payload happens before that

@@ -14,9 +14,10 @@ from tests.compile.measure import ROOT, Measured, compile_seconds, measure_all
 
 TARGETS = ("cuda80", "cuda90", "cuda100", "gfx942")
 KEYS = [f"{case.key}@{target}" for case in all_cases() for target in TARGETS]
-# Of processor time, over an empty kernel, with other tests running beside: half as much again as
-# alone (2.4 and 3.8). The aim is 3; a block, which has its slow path in line, misses it.
-MAX_EXTRA_SECONDS = {"pair_scalar": 4.5, "pair_lanes": 7.0}
+MAX_EXTRA_SECONDS = 3.0
+# What a malloc and a free take at present, with other tests running beside: a guard until the
+# bound above is met.
+PRESENT_EXTRA_SECONDS = {"pair_scalar": 4.5, "pair_lanes": 7.0}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -64,11 +65,22 @@ def test_a_planted_excess_is_found(measured: Measured) -> None:
     ]
 
 
-def test_compile_time_of_malloc_and_free() -> None:
+@pytest.fixture(scope="module")
+def extra_seconds() -> dict[str, float]:
+    """Processor seconds to compile each kernel, over an empty one."""
     seconds = compile_seconds()
-    for kernel, limit in MAX_EXTRA_SECONDS.items():
-        extra = seconds[kernel] - seconds["empty_kernel"]
-        assert extra <= limit, f"{kernel} compiles {extra:.1f} s longer than empty"
+    return {name: seconds[name] - seconds["empty_kernel"] for name in PRESENT_EXTRA_SECONDS}
+
+
+@pytest.mark.xfail(reason="alone on a core 3.1 s (Triton 3.6: 2.4), a block 4.4 s (3.8)")
+@pytest.mark.parametrize("kernel", PRESENT_EXTRA_SECONDS)
+def test_compile_time_of_malloc_and_free(extra_seconds: dict[str, float], kernel: str) -> None:
+    assert extra_seconds[kernel] <= MAX_EXTRA_SECONDS
+
+
+@pytest.mark.parametrize("kernel", PRESENT_EXTRA_SECONDS)
+def test_compile_time_does_not_grow(extra_seconds: dict[str, float], kernel: str) -> None:
+    assert extra_seconds[kernel] <= PRESENT_EXTRA_SECONDS[kernel]
 
 
 def entry_points() -> set[str]:
