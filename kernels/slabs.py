@@ -48,7 +48,7 @@ import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
 from .bits import floor_log2, lowest_bit, lsr, mix, popcount, select_bit
-from .lanes import any_lane, cas_lanes, count_lanes, lane_index
+from .lanes import any_lane, cas_lanes, count_lanes, first_lane, lane_index, or_lanes, pick
 from .layout import (
     ATTACHED,
     CLASS_SHIFT,
@@ -73,6 +73,7 @@ from .layout import (
     page_class,
     page_out,
     page_word_ptr,
+    program_count,
     program_index,
     stripe_credits,
     stripe_place,
@@ -166,7 +167,14 @@ def settle(heap, page, word, asks):
     count = count_lanes(retired)
     if count > 0:
         count_pages(heap, -count)
-        give_pages(heap, page >> 6, (word & 0) + 1 << (page & 63).to(tl.int64), retired)
+        # One lane gives all pages of its chunk, mostly the only one.
+        first = first_lane(retired)
+        own = (word & 0) + 1 << (page & 63).to(tl.int64)
+        beside = retired & (page >> 6 == pick(page, first) >> 6)
+        all_bits = or_lanes(tl.where(beside, own, 0))
+        leads = lane_index(page) == first
+        bits = tl.where(leads, all_bits, own)
+        give_pages(heap, page >> 6, bits, retired & (leads | (beside == 0)))
     leave_transit(heap, count * 0 + 1)
 
 
@@ -233,13 +241,14 @@ def renew(heap, cls, old):
 
 
 @triton.jit(noinline=True)
-def open_pages(heap, cls, batch, used, state):
+def open_pages(heap, cls, batch, used, state, takers):
     """Take up to ``batch`` (1 to 63, int32) adjacent pages and make them slabs with ``state``
     (int64) in their page words, of which the first ``used`` slots are out. Returns a stripe word
-    whose credits are those slots, or 0 if there is no page. The caller is in transit."""
+    whose credits are those slots, or 0 if there is no page. ``takers`` as in ``take_pages``. The
+    caller is in transit."""
     page = tl.full((), -1, tl.int32)
     while (page < 0) & (batch > 0):
-        page = take_pages(heap, batch)
+        page = take_pages(heap, batch, takers)
         if page < 0:
             batch = batch >> 1
     result = tl.full((), 0, tl.int64)
@@ -278,17 +287,20 @@ def open_batch(heap, cls, previous):
     but a single page (``previous`` 0) when the heap is filling."""
     cap = load_geometry(heap, G_MAX_BATCH).to(tl.int32)
     batch = tl.minimum(tl.maximum(previous * 4, 1), cap)
-    return open_pages(heap, cls, batch, batch * class_slots(cls), (cls * 0).to(tl.int64) + ATTACHED)
+    used = batch * class_slots(cls)
+    stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
+    return open_pages(heap, cls, batch, used, (cls * 0).to(tl.int64) + ATTACHED, stripes)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def open_whole(heap, cls, need):
     """As many pages as the caller's ``need`` slots fill, but at least one: a stripe word that
     goes into no stripe, or 0. What the caller does not need of the last can be drawn."""
     slots = class_slots(cls)
     enter_transit(heap)
     batch = tl.minimum(tl.maximum(need // slots, 1), 32)
-    word = open_pages(heap, cls, batch, need, (cls * 0).to(tl.int64) + PUBLISHED)
+    state = (cls * 0).to(tl.int64) + PUBLISHED
+    word = open_pages(heap, cls, batch, need, state, program_count())
     leave_transit(heap, (word != 0).to(tl.int32))
     return word
 
@@ -642,7 +654,7 @@ def find_run(heap, n):
     quiet = n * 0
     before = tl.full((), -1, tl.int64)
     while (page < 0) & (quiet < 2):
-        page = take_pages(heap, n)
+        page = take_pages(heap, n, program_count())
         if page < 0:
             stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
             gained = flush(heap, n * 0, stripes * (2 * NUM_CLASSES), n * 0 + FLUSH_IDLE)
