@@ -57,11 +57,14 @@ from .live import claim_any, claim_tickets, clear, heard, live_bit, ticket_slot
 from .pages import release_run
 from .record import record_error
 from .slabs import (
+    DRY_PAGES,
+    POLLS,
     WHOLE_PAGES,
     await_slots,
     find_run,
     find_slots,
     half_used,
+    is_drawing,
     is_hidden,
     is_idle,
     open_whole,
@@ -128,16 +131,19 @@ def malloc_any(heap, nbytes, active):
     whole = half
     if is_block(nbytes):
         whole = count >= slots_of(size) * WHOLE_PAGES
-        if whole:
-            word = open_whole(heap, cls, count)
     if (count > 0) & (whole == 0):
         word = tl.atomic_add(own_stripe(heap, cls), -count.to(tl.int64), sem="acquire")
         duty += ((stripe_credits(word) >= 0) & (stripe_credits(word) < count)).to(tl.int32)
+        half = half_used(word, slots_of(size), count)
         if is_block(nbytes):
             # (A scalar waits further down, where it costs fewer registers.)
             if stripe_credits(word) < 0:
-                word, duty = await_slots(heap, cls, count)
-        half = half_used(word, slots_of(size), count)
+                whole = count >= slots_of(size) * DRY_PAGES
+                if (whole == 0) & (count == count_lanes(small)):
+                    word, duty = await_slots(heap, cls, count)
+    if is_block(nbytes):
+        if whole:
+            word = open_whole(heap, cls, count)
     credits = stripe_credits(word)
     got = same & (rank < credits)
     page, granule, old, taken = claim_tickets(heap, word, rank, count, size, got)
@@ -145,13 +151,14 @@ def malloc_any(heap, nbytes, active):
     rest = active & (got == 0) & (nbytes != 0)
     if any_lane(rest | (taken != 0)) | half:
         if is_block(rest):
-            if half:
-                prefetch(heap, cls, stripe_place(word)[1])
             ptr, bit = live_bit(heap, page, granule)
             lost, old = heard(ptr, bit, old, taken)
             lost = lost & got
             crossed = same & (got == 0) & (duty != 0)
-            more = malloc_rest(heap, nbytes, classes, rest, same, crossed, page, granule, old, lost)
+            halves = same & half
+            more = malloc_rest(
+                heap, nbytes, classes, rest, same, crossed, halves, page, granule, old, lost
+            )
             addr = tl.where(rest | lost, more, addr)
         else:
             addr = malloc_rest_scalar(heap, nbytes, addr, word, old)
@@ -174,7 +181,7 @@ def malloc_rest_scalar(heap, nbytes, addr, word, old):
     placed = lost
     if ticket:
         if half_used(word, slots_of(size), one):
-            prefetch(heap, cls, stripe_place(word)[1])
+            prefetch(heap, cls)
         _ptr, bit = live_bit(heap, page, granule)
         lost = (old & bit) != 0
     elif nbytes > MAX_SLOT:
@@ -194,47 +201,59 @@ def malloc_rest_scalar(heap, nbytes, addr, word, old):
 
 
 @triton.jit
-def malloc_rest(heap, nbytes, classes, rest, same, crossed, page, granule, old, lost):
+def malloc_rest(heap, nbytes, classes, rest, same, crossed, halves, page, granule, old, lost):
     """Serve the lanes in ``rest``: those of other classes than the first (which the ``same`` lanes
     have), those that came to a dry stripe, and large and impossible sizes; and the ``lost`` ones,
     whose slot at ``page`` and ``granule`` somebody else has, as the ``old`` word of live bits says.
-    Returns the addresses in these lanes."""
+    Returns the addresses in these lanes. The ``crossed`` lanes' stripes are ours to refill; those
+    of ``halves`` are half used."""
     pending = rest & (nbytes > 0) & (nbytes <= MAX_SLOT)
     placed = pending & (pending == 0)
-    others = pending & (same == 0)
     sizes = class_bytes(classes)
-    if any_lane(others):
-        stripes = own_stripe(heap, classes)
-        one = tl.full(nbytes.shape, 1, tl.int64)
-        word = tl.atomic_add(stripes, -one, mask=others, sem="relaxed")
-        credits = stripe_credits(word)
-        got = others & (credits > 0)
-        other_page, slot = ticket_slot(word, classes * 0, sizes, got)
-        page = tl.where(got, other_page, page)
-        granule = tl.where(got, slot * (sizes >> 4), granule)
-        placed = got
-        pending = pending & (got == 0)
-        crossed = crossed | (others & (credits == 0))
-        halves = others & half_used(word, slots_of(sizes), 1)
-        while any_lane(halves):
-            cls = pick(classes, first_lane(halves))
-            prefetch(heap, cls, pick(stripe_place(word)[1], first_lane(halves)))
-            halves = halves & (classes != cls)
+    stripes = own_stripe(heap, classes)
+    tries = pending & (same == 0)
+    polls = tl.full((), POLLS, tl.int32)
     while any_lane(pending):
+        if any_lane(tries):
+            # A ticket for each lane of its own.
+            one = tl.full(nbytes.shape, 1, tl.int64)
+            word = tl.atomic_add(stripes, -one, mask=tries, sem="relaxed")
+            credits = stripe_credits(word)
+            got = tries & (credits > 0)
+            new_page, slot = ticket_slot(word, classes * 0, sizes, got)
+            page = tl.where(got, new_page, page)
+            granule = tl.where(got, slot * (sizes >> 4), granule)
+            placed = placed | got
+            pending = pending & (got == 0)
+            crossed = crossed | (tries & (credits == 0))
+            halves = halves | (tries & half_used(word, slots_of(sizes), 1))
         # Refills that are ours come first: whoever waits for us may be waited for by us.
         duty = pending & crossed
         ours = any_lane(duty).to(tl.int32)
-        cls = pick(classes, first_lane(tl.where(ours != 0, duty, pending)))
-        now = pending & (classes == cls)
-        found_page, found_granule, got, found = find_class(
-            heap, cls, rank_of(now), now, count_lanes(now), ours
-        )
-        page = tl.where(got, found_page, page)
-        granule = tl.where(got, found_granule, granule)
-        placed = placed | got
-        # Nothing is left of the class: its lanes fail.
-        pending = pending & tl.where(found, got == 0, now == 0)
-        crossed = crossed & (now == 0)
+        tries = pending & (pending == 0)
+        if (ours == 0) & (polls > 0):
+            # Wait for all classes at once, until there are credits again, but not for ever, and
+            # not if there are slots to be drawn.
+            now = atomic_load(stripes, pending)
+            tries = pending & (stripe_credits(now) >= 0)
+            polls = tl.where(any_lane(pending & is_drawing(now)), 0, polls - 1)
+        elif any_lane(pending):
+            cls = pick(classes, first_lane(tl.where(ours != 0, duty, pending)))
+            now = pending & (classes == cls)
+            found_page, found_granule, got, found = find_class(
+                heap, cls, rank_of(now), now, count_lanes(now), ours
+            )
+            page = tl.where(got, found_page, page)
+            granule = tl.where(got, found_granule, granule)
+            placed = placed | got
+            # Nothing is left of the class: its lanes fail.
+            pending = pending & tl.where(found, got == 0, now == 0)
+            crossed = crossed & (now == 0)
+            polls = tl.full((), POLLS, tl.int32)
+    while any_lane(halves):
+        cls = pick(classes, first_lane(halves))
+        prefetch(heap, cls)
+        halves = halves & (classes != cls)
     granule = claim_any(heap, page, granule, sizes, placed, old, lost)
     addr = tl.where(placed | lost, address_of(heap, page, granule), 0)
     large = rest & (nbytes > MAX_SLOT)

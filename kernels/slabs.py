@@ -98,6 +98,7 @@ FLUSH_ALL = tl.constexpr(2)
 POLLS = tl.constexpr(256)
 WAITS = tl.constexpr(4)
 WHOLE_PAGES = tl.constexpr(4)  # who can fill so many pages at once gets pages of its own
+DRY_PAGES = tl.constexpr(2)  # or so many, if the stripe is dry
 REFILLING = tl.constexpr(-1)  # stripe word without a batch and below zero: somebody refills
 
 
@@ -522,11 +523,12 @@ def refill(heap, cls, need):
 
 
 @triton.jit(noinline=True)
-def prefetch(heap, cls, batch):
-    """Have a spare batch ready for the program's stripe of class ``cls``, whose batch of
-    ``batch`` pages (int32 scalars) is half used; returns 0."""
+def prefetch(heap, cls):
+    """Have a spare batch ready for the program's stripe of class ``cls`` (int32 scalar), whose
+    batch is half used; returns 0."""
     ptr = own_stripe(heap, cls) + SPARE
-    if (atomic_load(ptr) == 0) & (is_filling(heap) == 0):
+    _page, batch = stripe_place(atomic_load(ptr - SPARE))
+    if (atomic_load(ptr) == 0) & (batch > 0) & (is_filling(heap) == 0):
         enter_transit(heap)
         word = open_batch(heap, cls, batch)
         fence(ptr)
