@@ -156,8 +156,10 @@ def malloc_any(heap, nbytes, active):
             lost = lost & got
             crossed = same & (got == 0) & (duty != 0)
             halves = same & half
+            # Of whole pages there were too few: no refill is under way.
+            polls = tl.where(whole, 0, count * 0 + POLLS)
             more = malloc_rest(
-                heap, nbytes, classes, rest, same, crossed, halves, page, granule, old, lost
+                heap, nbytes, classes, rest, same, crossed, halves, polls, page, granule, old, lost
             )
             addr = tl.where(rest | lost, more, addr)
         else:
@@ -201,18 +203,19 @@ def malloc_rest_scalar(heap, nbytes, addr, word, old):
 
 
 @triton.jit
-def malloc_rest(heap, nbytes, classes, rest, same, crossed, halves, page, granule, old, lost):
+def malloc_rest(
+    heap, nbytes, classes, rest, same, crossed, halves, polls, page, granule, old, lost
+):
     """Serve the lanes in ``rest``: those of other classes than the first (which the ``same`` lanes
     have), those that came to a dry stripe, and large and impossible sizes; and the ``lost`` ones,
     whose slot at ``page`` and ``granule`` somebody else has, as the ``old`` word of live bits says.
     Returns the addresses in these lanes. The ``crossed`` lanes' stripes are ours to refill; those
-    of ``halves`` are half used."""
+    of ``halves`` are half used; ``polls`` is how often to look at the others before searching."""
     pending = rest & (nbytes > 0) & (nbytes <= MAX_SLOT)
     placed = pending & (pending == 0)
     sizes = class_bytes(classes)
     stripes = own_stripe(heap, classes)
     tries = pending & (same == 0)
-    polls = tl.full((), POLLS, tl.int32)
     while any_lane(pending):
         if any_lane(tries):
             # A ticket for each lane of its own.

@@ -102,8 +102,7 @@ def give_pages(heap, chunk, bits, active):
     old = tl.atomic_or(page_bits_ptr(heap, chunk), bits, mask=active, sem="relaxed")
     run = tl.where(active, old | bits, 0)
     was = tl.where(active, old, 0)
-    # The bits before the hints: dropping a hint relies on it.
-    fence(heap + USED)
+    # The bits before the hints, as dropping a hint relies on: which are set depends on `old`.
     bit = (bits & 0) + 1 << (chunk & 63).to(tl.int64)
     for order in tl.static_range(ORDERS):
         gained = (run != 0) & (was == 0)
@@ -115,10 +114,14 @@ def give_pages(heap, chunk, bits, active):
 
 @triton.jit
 def count_pages(heap, pages):
-    """Add ``pages`` (int32, may be negative) to the pages in use and follow the peak."""
+    """Add ``pages`` (int32, may be negative) to the pages in use.
+
+    The peak is followed where it costs less: the most there ever was is what there was before some
+    page was given back, or what there is now.
+    """
     used = tl.atomic_add(heap + USED, pages.to(tl.int64), sem="relaxed")
-    if pages > 0:
-        tl.atomic_max(heap + PEAK, used + pages, sem="relaxed")
+    if pages < 0:
+        tl.atomic_max(heap + PEAK, used, sem="relaxed")
 
 
 @triton.jit
@@ -175,72 +178,81 @@ def take_within_chunk(heap, n, takers):
     """Take ``n`` in [1, 63] adjacent pages of one chunk. Returns the first page, -1 if none.
 
     First fit by address, but over some candidates, so that programs do not meet on one word: over
-    as many chunks as would be filled if each of ``takers`` programs took as many pages. After a
-    collision the choice widens, fourfold each time, and it is hashed, never the neighbour.
+    twice as many chunks as would be filled if each of ``takers`` programs took as many pages. One
+    of these, from the front of the heap, is taken to be all free without looking: what comes back
+    from the attempt is the look. Then the hints lead. After a collision the choice widens, fourfold
+    each time, and it is hashed, never the neighbour.
     """
     lane = tl.arange(0, 64)
     order = floor_log2(n)
     words = load_geometry(heap, G_ROW_WORDS).to(tl.int32)
+    chunks = (load_geometry(heap, G_PAGES).to(tl.int32) + CHUNK_PAGES - 1) >> 6
     salt = mix(program_index())
-    width = tl.maximum(tl.minimum(takers, 1 << 16) * n >> 6, 16)
+    width = tl.maximum(tl.minimum(takers, 1 << 16) * n >> 5, 16)
     cursor = tl.full((), 0, tl.int32)  # nothing fits before
-    first = salt % tl.minimum((width >> 6) + 1, words)  # where to look first
+    first = tl.full((), 0, tl.int32)  # where to look first
     page = tl.full((), -1, tl.int32)
+    target = salt % tl.minimum(width, chunks)
+    word = tl.full((), -1, tl.int64)
+    start = run_starts(word, n)
     while (page < 0) & (cursor < words):
-        index = tl.maximum(cursor, first)
-        hints = atomic_load(hint_ptr(heap, order, index * 64))
-        if hints == 0:
-            index, hints = first_hinted(heap, order, index)
-        if index == FAR:
-            # Nothing from there on. All over from the front, or there is nothing at all.
-            cursor = tl.where(first > cursor, cursor, FAR)
-            first = tl.full((), 0, tl.int32)
-        else:
-            # One hinted chunk is looked at alone; mostly it serves.
-            target = index * 64 + select_bit(hints, salt % tl.minimum(popcount(hints), width))
-            word = atomic_load(page_bits_ptr(heap, target))
-            start = run_starts(word, n)
-            if start == 0:
-                # If not, all 64 of the hint word at once.
-                hinted = (lsr(hints, lane.to(tl.int64)) & 1) != 0
-                chunks = atomic_load(page_bits_ptr(heap, index * 64 + lane), hinted)
-                fits = lane_bits(run_starts(chunks, n) != 0)
-                if fits == 0:
-                    stale = hints & (lane_bits(run_starts(chunks, (n * 0 + 1) << order) != 0) ^ -1)
-                    if stale != 0:
-                        drop_hints(heap, order, index, stale)
-                    cursor = tl.where(first <= cursor, index + 1, cursor)
-                    first = tl.where(index + 1 < words, index + 1, 0)
-                else:
-                    at = select_bit(fits, salt % tl.minimum(popcount(fits), width))
-                    word = tl.sum(tl.where(lane == at, chunks, 0), axis=0)
-                    target = index * 64 + at
-                    start = run_starts(word, n)
-            if start != 0:
-                ptr = page_bits_ptr(heap, target)
+        if start != 0:
+            ptr = page_bits_ptr(heap, target)
+            tries = tl.full((), 4, tl.int32)
+            while (page < 0) & (start != 0) & (tries > 0):
                 if n == 1:
                     # Clearing one bit needs no agreement on the others.
-                    free = tl.minimum(popcount(start), width)
-                    at = select_bit(start, (salt >> 8) % free)
-                    bit = tl.full((), 1, tl.int64) << at.to(tl.int64)
-                    old = tl.atomic_and(ptr, bit ^ -1, sem="relaxed")
-                    if (old & bit) != 0:
-                        page = target * 64 + at
+                    at = select_bit(start, (salt >> 8) % tl.minimum(popcount(start), width))
+                    run = tl.full((), 1, tl.int64) << at.to(tl.int64)
+                    old = tl.atomic_and(ptr, run ^ -1, sem="relaxed")
+                    taken = (old & run) != 0
                 else:
-                    tries = tl.full((), 4, tl.int32)
-                    while (page < 0) & (start != 0) & (tries > 0):
-                        at = lowest_bit(start)
-                        run = low_mask(n.to(tl.int64)) << at.to(tl.int64)
-                        old = atomic_cas(ptr, word, word & (run ^ -1))
-                        if old == word:
-                            page = target * 64 + at
-                        word = old
+                    at = lowest_bit(start)
+                    run = low_mask(n.to(tl.int64)) << at.to(tl.int64)
+                    old = atomic_cas(ptr, word, word & (run ^ -1))
+                    taken = old == word
+                if taken:
+                    page = target * 64 + at
+                word = old
+                start = run_starts(word, n)
+                tries -= 1
+            if (page < 0) & (start != 0):
+                salt = mix(salt)
+                width = tl.minimum(width * 4, 1 << 16)
+            first = salt % tl.minimum((width >> 6) + 1, words)
+        if page < 0:
+            index = tl.maximum(cursor, first)
+            hints = atomic_load(hint_ptr(heap, order, index * 64))
+            if hints == 0:
+                index, hints = first_hinted(heap, order, index)
+            start = tl.full((), 0, tl.int64)
+            if index == FAR:
+                # Nothing from there on. All over from the front, or there is nothing at all.
+                cursor = tl.where(first > cursor, cursor, FAR)
+                first = tl.full((), 0, tl.int32)
+            else:
+                # One hinted chunk is looked at alone; mostly it serves.
+                target = index * 64 + select_bit(hints, salt % tl.minimum(popcount(hints), width))
+                word = atomic_load(page_bits_ptr(heap, target))
+                start = run_starts(word, n)
+                if start == 0:
+                    # If not, all 64 of the hint word at once.
+                    hinted = (lsr(hints, lane.to(tl.int64)) & 1) != 0
+                    bits = atomic_load(page_bits_ptr(heap, index * 64 + lane), hinted)
+                    fits = lane_bits(run_starts(bits, n) != 0)
+                    if fits == 0:
+                        stale = hints & (
+                            lane_bits(run_starts(bits, (n * 0 + 1) << order) != 0) ^ -1
+                        )
+                        if stale != 0:
+                            drop_hints(heap, order, index, stale)
+                        cursor = tl.where(first <= cursor, index + 1, cursor)
+                        first = tl.where(index + 1 < words, index + 1, 0)
+                    else:
+                        at = select_bit(fits, salt % tl.minimum(popcount(fits), width))
+                        word = tl.sum(tl.where(lane == at, bits, 0), axis=0)
+                        target = index * 64 + at
                         start = run_starts(word, n)
-                        tries -= 1
-                if page < 0:
-                    salt = mix(salt)
-                    width = tl.minimum(width * 4, 1 << 16)
-                    first = salt % tl.minimum((width >> 6) + 1, words)
     return page
 
 
