@@ -54,7 +54,7 @@ from .layout import (
     stripe_place,
 )
 from .live import claim_any, claim_tickets, clear, heard, live_bit, ticket_slot
-from .pages import release_run
+from .pages import count_taken, release_run
 from .record import record_error
 from .slabs import (
     DRY_PAGES,
@@ -279,12 +279,14 @@ def malloc_run(heap, length):
     if length <= load_geometry(heap, G_PAGES):
         page = find_run(heap, length.to(tl.int32))
         if page >= 0:
-            tl.atomic_add(heap + RUNS, length * 0 + 1, sem="relaxed")
-            tl.atomic_xchg(page_word_ptr(heap, page), length + RUN, sem="relaxed")
-            # What the pages' last owners did before us; and the page word before the live bit.
-            fence(heap + RUNS)
+            state = length + RUN
+            free_word = tl.atomic_xchg(page_word_ptr(heap, page), state, sem="relaxed")
+            # The page word before the live bit, or a wrong free could come between: the bit is
+            # made from what the exchange returned, which is nothing (KIND_FREE).
             ptr, bit = live_bit(heap, page, page * 0)
-            tl.atomic_or(ptr, bit, sem="relaxed")
+            tl.atomic_or(ptr, bit | free_word, sem="relaxed")
+            count_taken(heap, length.to(tl.int32))
+            tl.atomic_add(heap + RUNS, length * 0 + 1, sem="relaxed")
             addr = address_of(heap, page, page * 0)
     return addr
 

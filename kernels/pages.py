@@ -113,15 +113,17 @@ def give_pages(heap, chunk, bits, active):
 
 
 @triton.jit
-def count_pages(heap, pages):
-    """Add ``pages`` (int32, may be negative) to the pages in use.
+def count_taken(heap, pages):
+    """Add ``pages`` (int32) to the pages in use."""
+    tl.atomic_add(heap + USED, pages.to(tl.int64), sem="relaxed")
 
-    The peak is followed where it costs less: the most there ever was is what there was before some
-    page was given back, or what there is now.
-    """
-    used = tl.atomic_add(heap + USED, pages.to(tl.int64), sem="relaxed")
-    if pages < 0:
-        tl.atomic_max(heap + PEAK, used, sem="relaxed")
+
+@triton.jit
+def count_given(heap, pages):
+    """Subtract ``pages`` (int32) from the pages in use, and follow the peak: the most there ever
+    was is what there was before some page was given back, or what there is now."""
+    used = tl.atomic_add(heap + USED, -pages.to(tl.int64), sem="relaxed")
+    tl.atomic_max(heap + PEAK, used, sem="relaxed")
 
 
 @triton.jit
@@ -173,6 +175,28 @@ def first_hinted(heap, row, cursor):
     return found, word
 
 
+@triton.jit
+def one_of(choices, salt):
+    """A number in [0, choices), 1 <= choices <= 2**16, from 15 bits of a hash."""
+    return ((salt & 0x7FFF) * choices) >> 15
+
+
+@triton.jit
+def hinted_chunk(hints, width, salt):
+    """One of the first ``width`` bits set in ``hints``. (Other bits of the hash than those that
+    chose the word, or all who came to it would meet in one chunk.)"""
+    return select_bit(hints, one_of(tl.minimum(popcount(hints), width), salt >> 16))
+
+
+@triton.jit
+def choose_start(start, n, salt):
+    """Which of the bits set in ``start`` a run of ``n`` pages is to begin at: the lowest, or for a
+    single page the first from a hashed one on."""
+    by = tl.where(n == 1, salt & 63, 0)
+    turned = lsr(start, by.to(tl.int64)) | (start << (-by & 63).to(tl.int64))
+    return (lowest_bit(turned) + by) & 63
+
+
 @triton.jit(noinline=True)
 def take_within_chunk(heap, n, takers):
     """Take ``n`` in [1, 63] adjacent pages of one chunk. Returns the first page, -1 if none.
@@ -190,49 +214,49 @@ def take_within_chunk(heap, n, takers):
     salt = mix(program_index())
     width = tl.maximum(tl.minimum(takers, 1 << 16) * n >> 5, 16)
     cursor = tl.full((), 0, tl.int32)  # nothing fits before
-    first = tl.full((), 0, tl.int32)  # where to look first
+    first = one_of(tl.minimum((width >> 6) + 1, words), salt >> 10)  # where to look first
     page = tl.full((), -1, tl.int32)
-    target = salt % tl.minimum(width, chunks)
+    target = one_of(tl.minimum(width, chunks), salt)
     word = tl.full((), -1, tl.int64)
-    start = run_starts(word, n)
+    start = word
+    at = tl.where(n == 1, salt & 63, 0)
     while (page < 0) & (cursor < words):
-        if start != 0:
+        tries = tl.full((), 4, tl.int32)
+        while (page < 0) & (start != 0) & (tries > 0):
             ptr = page_bits_ptr(heap, target)
-            tries = tl.full((), 4, tl.int32)
-            while (page < 0) & (start != 0) & (tries > 0):
-                if n == 1:
-                    # Clearing one bit needs no agreement on the others.
-                    at = select_bit(start, (salt >> 8) % tl.minimum(popcount(start), width))
-                    run = tl.full((), 1, tl.int64) << at.to(tl.int64)
-                    old = tl.atomic_and(ptr, run ^ -1, sem="relaxed")
-                    taken = (old & run) != 0
-                else:
-                    at = lowest_bit(start)
-                    run = low_mask(n.to(tl.int64)) << at.to(tl.int64)
-                    old = atomic_cas(ptr, word, word & (run ^ -1))
-                    taken = old == word
-                if taken:
-                    page = target * 64 + at
+            run = low_mask(n.to(tl.int64)) << at.to(tl.int64)
+            # (Both acquire: what the pages' last owners did happens before us.)
+            if n == 1:
+                # Clearing one bit needs no agreement on the others.
+                old = tl.atomic_and(ptr, run ^ -1, sem="acquire")
+                taken = (old & run) != 0
+            else:
+                old = tl.atomic_cas(ptr, word, word & (run ^ -1), sem="acquire")
+                taken = old == word
+            if taken:
+                page = target * 64 + at
+            else:
                 word = old
                 start = run_starts(word, n)
+                at = choose_start(start, n, salt)
                 tries -= 1
-            if (page < 0) & (start != 0):
-                salt = mix(salt)
-                width = tl.minimum(width * 4, 1 << 16)
-            first = salt % tl.minimum((width >> 6) + 1, words)
+        if (page < 0) & (start != 0):
+            salt = mix(salt)
+            width = tl.minimum(width * 4, 1 << 16)
+            first = one_of(tl.minimum((width >> 6) + 1, words), salt >> 10)
         if page < 0:
             index = tl.maximum(cursor, first)
             hints = atomic_load(hint_ptr(heap, order, index * 64))
             if hints == 0:
                 index, hints = first_hinted(heap, order, index)
-            start = tl.full((), 0, tl.int64)
+            start = word & 0
             if index == FAR:
                 # Nothing from there on. All over from the front, or there is nothing at all.
                 cursor = tl.where(first > cursor, cursor, FAR)
                 first = tl.full((), 0, tl.int32)
             else:
                 # One hinted chunk is looked at alone; mostly it serves.
-                target = index * 64 + select_bit(hints, salt % tl.minimum(popcount(hints), width))
+                target = index * 64 + hinted_chunk(hints, width, salt)
                 word = atomic_load(page_bits_ptr(heap, target))
                 start = run_starts(word, n)
                 if start == 0:
@@ -249,10 +273,11 @@ def take_within_chunk(heap, n, takers):
                         cursor = tl.where(first <= cursor, index + 1, cursor)
                         first = tl.where(index + 1 < words, index + 1, 0)
                     else:
-                        at = select_bit(fits, salt % tl.minimum(popcount(fits), width))
+                        at = hinted_chunk(fits, width, salt)
                         word = tl.sum(tl.where(lane == at, bits, 0), axis=0)
                         target = index * 64 + at
                         start = run_starts(word, n)
+                at = choose_start(start, n, salt)
     return page
 
 
@@ -387,6 +412,8 @@ def take_pages(heap, n, takers):
         page = take_within_chunk(heap, n, takers)
     elif n.to(tl.int64) <= load_geometry(heap, G_PAGES):
         page = take_chunks(heap, n)
+        # What the pages' last owners did happens before us.
+        fence(heap + USED)
     return page
 
 
@@ -394,7 +421,7 @@ def take_pages(heap, n, takers):
 def release_run(heap, page, n):
     """Free the ``n`` pages (int32 scalars) of a run; returns 0."""
     enter_transit(heap)
-    count_pages(heap, -n)
+    count_given(heap, n)
     give_run(heap, page, n)
     leave_transit(heap, n * 0 + 1)
     return n * 0

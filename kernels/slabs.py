@@ -82,7 +82,8 @@ from .layout import (
 from .pages import (
     FAR,
     collect,
-    count_pages,
+    count_given,
+    count_taken,
     enter_transit,
     first_hinted,
     give_pages,
@@ -167,7 +168,7 @@ def settle(heap, page, word, asks):
     tl.atomic_or(hint, bit, mask=published, sem="relaxed")
     count = count_lanes(retired)
     if count > 0:
-        count_pages(heap, -count)
+        count_given(heap, count)
         # One lane gives all pages of its chunk, mostly the only one.
         first = first_lane(retired)
         own = (word & 0) + 1 << (page & 63).to(tl.int64)
@@ -268,7 +269,7 @@ def open_pages(heap, cls, batch, used, state, takers):
             bit = tl.full((), 1, tl.int64) << (page >> 6 & 63).to(tl.int64)
             tl.atomic_or(hint_ptr(heap, ORDERS + cls, page >> 6), bit, sem="relaxed")
         tl.atomic_add(heap + GRANTED + cls, used.to(tl.int64), sem="relaxed")
-        count_pages(heap, batch)
+        count_taken(heap, batch)
         result = pack_stripe(page, batch, used)
     return result
 
@@ -664,6 +665,4 @@ def find_run(heap, n):
             same = (gained == 0) & (after >= 0) & (after == before)
             quiet = tl.where(same, quiet + 1, 0)
             before = after
-    if page >= 0:
-        count_pages(heap, n)
     return page
