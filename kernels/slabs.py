@@ -100,6 +100,7 @@ POLLS = tl.constexpr(256)
 WAITS = tl.constexpr(4)
 WHOLE_PAGES = tl.constexpr(4)  # who can fill so many pages at once gets pages of its own
 DRY_PAGES = tl.constexpr(2)  # or so many, if the stripe is dry
+MAX_DEBT = tl.constexpr(1 << 30)
 REFILLING = tl.constexpr(-1)  # stripe word without a batch and below zero: somebody refills
 
 
@@ -554,6 +555,15 @@ def own_stripe(heap, cls):
     return stripe_ptr(heap, cls, program_index() & (load_geometry(heap, G_STRIPES) - 1))
 
 
+@triton.jit
+def limit_debt(ptr, word):
+    """Bring the stripe word at ``ptr``, when it was ``word``, back to just below zero if it is very
+    far below. While everybody draws, nobody refills, and every request subtracts: in the end the
+    credits would wrap."""
+    if stripe_credits(word) < -MAX_DEBT:
+        atomic_cas(ptr, word, word - stripe_credits(word) - 1)
+
+
 @triton.jit(noinline=True)
 def await_slots(heap, cls, need):
     """Wait at the program's stripe of class ``cls``, which was dry when we came by (int32
@@ -574,6 +584,7 @@ def await_slots(heap, cls, need):
             duty = ((credits >= 0) & (credits < need)).to(tl.int32)
             polls = tl.where(credits >= 0, 0, polls)
         elif is_drawing(now):
+            limit_debt(ptr, now)
             polls = polls * 0
     return place, duty
 
