@@ -17,8 +17,8 @@ Concurrency: near zone and poison belong to whoever has the block. The front may
 mended by the two neighbours at once, both of whom write poison.
 
 A branch is taken on what is read here by plain loads, although a stray write may come in between.
-So no two threads of a program may read one word: all tiles have as many elements as the largest
-program has threads (1024), and what is computed from them is agreed upon in a reduction.
+So no two threads of a program may read one word: all tiles have at least as many elements as the
+program has threads, and what is computed from them is agreed upon in a reduction.
 """
 
 import math
@@ -31,12 +31,13 @@ from .lanes import any_lane, first_lane, is_block, lane_index, pick
 from .layout import load_immutable
 from .payload import as_column
 from .table import E_OVERFLOW, E_USE_AFTER_FREE, REACH_WORD, entry_size, record_fault
+from .target import has_ptx
 
 POISON_BYTE = 0xDB
 POISON = tl.constexpr(0xDBDBDBDBDBDBDBDB - (1 << 64))
-TILE = tl.constexpr(1024)
-GUARD_WORDS = tl.constexpr(8)  # of a tile of guards: two of the front, four near, two unused
+MAX_THREADS = tl.constexpr(1024)  # of a program
 FRONT_WORDS = tl.constexpr(2)
+GUARD_WORDS = tl.constexpr(6)  # two of the front and four near
 LONG_SPAN = tl.constexpr(512)  # words; longer spans are handled one by one by the whole program
 UNLIMITED = tl.constexpr(1 << 40)  # a reach of so many words or more
 NOWHERE = tl.constexpr(1 << 62)
@@ -68,10 +69,11 @@ def poisoned_words(heap, nbytes):
 
 
 @triton.constexpr_function
-def columns(model, least):
-    """Columns of a tile with a row per lane of ``model``."""
+def columns(model, least, threads):
+    """Columns of a tile with a row per lane of ``model``, of a program of ``threads`` threads: no
+    more than needed, for they cost registers."""
     lanes = math.prod(int(length) for length in getattr(model, "shape", ()))
-    return max(least, 1024 // lanes)
+    return max(least, threads // lanes)
 
 
 @triton.jit
@@ -86,42 +88,56 @@ def any_column(flags, model):
 
 
 @triton.jit
-def guard_tile(addr, nbytes, block):
-    """``(pointers, inside, mask)`` of the guards of each lane's block, as a tile: mask has the
-    bits of a word that are the guard's."""
-    column = tl.arange(0, columns(addr, GUARD_WORDS))[None, :].to(tl.int64)
+def guard_tile(addr, nbytes, block, first, step: tl.constexpr):
+    """``(pointers, inside, mask)`` of ``step`` guard words of each lane's block from the
+    ``first`` on, as a tile: mask has the bits of a word that are the guard's."""
+    column = first + tl.arange(0, step)[None, :].to(tl.int64)
     end = as_column(nbytes) >> 3
     index = tl.where(column < FRONT_WORDS, column - FRONT_WORDS, end + column - FRONT_WORDS)
-    inside = index < as_column(near_end(nbytes, block))
+    inside = (column < GUARD_WORDS) & (index < as_column(near_end(nbytes, block)))
     ptr = as_column(addr).to(tl.pointer_type(tl.int64)) + index
     shift = (as_column(nbytes) & 7) << 3
     mask = tl.where(column == FRONT_WORDS, (index & 0) - 1 << shift, -1)
-    return ptr, inside & (column < FRONT_WORDS + 4), mask
+    return ptr, inside, mask
 
 
 @triton.jit
-def guards_changed(addr, nbytes, block, skip, active):
-    """Which of the active lanes' blocks have a guard that is not poison. Of the tile's columns,
-    those from ``skip`` on are looked at: FRONT_WORDS leaves the front out."""
-    ptr, inside, mask = guard_tile(addr, nbytes, block)
-    column = tl.arange(0, ptr.shape[1])[None, :]
-    inside = inside & (column >= skip) & (as_column(active.to(tl.int32)) != 0)
-    words = tl.load(ptr, mask=inside, other=POISON)
-    return any_column(((words ^ POISON) & mask) != 0, addr)
+def guards_changed(addr, nbytes, block, first: tl.constexpr, active):
+    """Which of the active lanes' blocks have a guard word that is not poison. Those from
+    ``first`` on are looked at: FRONT_WORDS leaves the front out."""
+    if has_ptx():
+        step: tl.constexpr = columns(addr, 2, tl.extra.cuda.num_threads())
+    else:
+        step: tl.constexpr = columns(addr, 2, MAX_THREADS)
+    active = as_column(active.to(tl.int32)) != 0
+    changed = nbytes < 0
+    at = tl.full((), first, tl.int32)
+    while at < GUARD_WORDS:
+        ptr, inside, mask = guard_tile(addr, nbytes, block, at, step)
+        words = tl.load(ptr, mask=inside & active, other=POISON)
+        changed = changed | any_column(((words ^ POISON) & mask) != 0, addr)
+        at += step
+    return changed
 
 
 @triton.jit
 def write_guards(addr, nbytes, block, near, front):
     """Poison the near zones of the lanes in ``near`` and the fronts of those in ``front``."""
-    ptr, inside, mask = guard_tile(addr, nbytes, block)
-    column = tl.arange(0, ptr.shape[1])[None, :]
-    near = as_column(near.to(tl.int32)) != 0
-    front = as_column(front.to(tl.int32)) != 0
-    inside = inside & tl.where(column < FRONT_WORDS, front, near)
-    # One word may be the block's in part.
-    shared = inside & (mask != -1)
-    words = tl.load(ptr, mask=shared, other=POISON)
-    tl.store(ptr, (words & (mask ^ -1)) | (mask & POISON), mask=inside)
+    if has_ptx():
+        step: tl.constexpr = columns(addr, 2, tl.extra.cuda.num_threads())
+    else:
+        step: tl.constexpr = columns(addr, 2, MAX_THREADS)
+    near = as_column(near.to(tl.int32))
+    front = as_column(front.to(tl.int32))
+    at = tl.full((), 0, tl.int32)
+    while at < GUARD_WORDS:
+        ptr, inside, mask = guard_tile(addr, nbytes, block, at, step)
+        column = at + tl.arange(0, step)[None, :]
+        inside = inside & (tl.where(column < FRONT_WORDS, front, near) != 0)
+        # One word may be the block's in part.
+        words = tl.load(ptr, mask=inside & (mask != -1), other=POISON)
+        tl.store(ptr, (words & (mask ^ -1)) | (mask & POISON), mask=inside)
+        at += step
 
 
 @triton.jit
@@ -133,7 +149,10 @@ def span_changed(addr, start, end, active):
     count = tl.where(long, 0, count)
     changed = count < 0
     most = tl.max(tl.max(as_column(count), axis=1), axis=0)
-    step: tl.constexpr = columns(addr, 4)
+    if has_ptx():
+        step: tl.constexpr = columns(addr, 4, tl.extra.cuda.num_threads())
+    else:
+        step: tl.constexpr = columns(addr, 4, MAX_THREADS)
     column = tl.arange(0, step)[None, :].to(tl.int64)
     ptr = as_column(addr).to(tl.pointer_type(tl.int64)) + as_column(start)
     at = most * 0
@@ -157,7 +176,10 @@ def poison_span(addr, start, end, active):
     long = count > LONG_SPAN
     count = tl.where(long, 0, count)
     most = tl.max(tl.max(as_column(count), axis=1), axis=0)
-    step: tl.constexpr = columns(addr, 4)
+    if has_ptx():
+        step: tl.constexpr = columns(addr, 4, tl.extra.cuda.num_threads())
+    else:
+        step: tl.constexpr = columns(addr, 4, MAX_THREADS)
     column = tl.arange(0, step)[None, :].to(tl.int64)
     ptr = as_column(addr).to(tl.pointer_type(tl.int64)) + as_column(start)
     at = most * 0
@@ -174,12 +196,12 @@ def poison_span(addr, start, end, active):
 @triton.jit(noinline=True)
 def poison_long(addr, start, end):
     """:func:`poison_span` of one block (int64 scalars), by the whole program; returns 0."""
-    lane = tl.arange(0, TILE).to(tl.int64)
+    lane = tl.arange(0, MAX_THREADS).to(tl.int64)
     at = start
     while at < end:
         ptr = (addr + (at + lane) * 8).to(tl.pointer_type(tl.int64))
-        tl.store(ptr, tl.full((TILE,), POISON, tl.int64), mask=at + lane < end)
-        at += TILE
+        tl.store(ptr, tl.full((MAX_THREADS,), POISON, tl.int64), mask=at + lane < end)
+        at += MAX_THREADS
     return addr & 0
 
 
@@ -188,7 +210,7 @@ def scan(addr, start, end, skip, mend):
     """Address of the lowest byte that is not poison in words [start, end), counted from ``addr``,
     of the first of which ``skip`` bytes are not looked at; NOWHERE if all are. int64 scalars.
     With ``mend`` != 0 the words are made poison again."""
-    lane = tl.arange(0, TILE).to(tl.int64)
+    lane = tl.arange(0, MAX_THREADS).to(tl.int64)
     found = (addr & 0) + NOWHERE
     at = start
     while at < end:
@@ -202,7 +224,7 @@ def scan(addr, start, end, skip, mend):
         found = tl.minimum(found, tl.min(tl.where(wrong != 0, byte, NOWHERE), axis=0))
         if mend != 0:
             tl.store(ptr, (words & (mask ^ -1)) | (mask & POISON), mask=inside & (wrong != 0))
-        at += TILE
+        at += MAX_THREADS
     return found
 
 

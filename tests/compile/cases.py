@@ -1,7 +1,8 @@
 """What is compiled: user kernels in every shape, and the entry points of ``kernels/``.
 
 A case is a kernel, the types of its arguments, its constexprs and a number of warps. Its key, such
-as ``pair_lanes/w4`` (``pair_lanes+debug/w4`` with a debug heap), followed by a target's, such as ``@cuda90``, names a line of budget.json.
+as ``pair_lanes/w4``, or ``malloc_lanes+debug/w4`` with a debug heap, followed by a target's, such
+as ``@cuda90``, names a line of budget.json.
 """
 
 from __future__ import annotations
