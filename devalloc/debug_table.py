@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
+from devalloc.devices import INTERPRETED
 from devalloc.errors import (
     CorruptionError,
     DevallocError,
@@ -36,7 +36,7 @@ _ENTRY = table.ENTRY_WORDS.value
 _CELLS = table.PAGE_CELLS.value
 _NEIGHBOUR_BYTES = 64
 # Wide blocks in the interpreter, where a program costs the same whatever its width.
-_AUDIT_CELLS = 1024 if isinstance(debug_upkeep.audit_kernel, InterpretedFunction) else 128
+_AUDIT_CELLS = 1024 if INTERPRETED else 128
 _FINDERS = ("free", "malloc", "realloc", "audit")
 _KINDS: dict[int, type[DevallocError]] = {
     layout.E_DOUBLE_FREE.value: DoubleFree,

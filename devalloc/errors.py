@@ -39,7 +39,7 @@ class UseAfterFree(InvalidWriteError):
     """Something was written to a block after it was freed."""
 
 
-class LeakWarning(UserWarning):
+class LeakWarning(DevallocError, UserWarning):
     """A debug heap was closed while blocks were live."""
 
 

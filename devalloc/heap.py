@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from types import TracebackType
 
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
 from devalloc import heap_state
 from devalloc.debug_table import DebugTable, Fault, Tags
+from devalloc.devices import INTERPRETED, on_device, resolve_device
 from devalloc.errors import (
     DevallocError,
     DoubleFree,
@@ -31,10 +31,9 @@ from devalloc.sources import CudaSource, HostSource, Segment, Source
 
 __all__ = ["Heap", "Snapshot", "Stats"]
 
-_INTERPRETED = isinstance(upkeep.malloc_kernel, InterpretedFunction)
 _MAX_PAGES = 1 << 23
 # Wide blocks in the interpreter, where a program costs the same whatever its width.
-_BLOCK = 1024 if _INTERPRETED else 128
+_BLOCK = 1024 if INTERPRETED else 128
 
 _KINDS: tuple[tuple[type[DevallocError], str], ...] = (
     (DoubleFree, "double free"),
@@ -96,7 +95,7 @@ class Heap:
             raise InvalidArgument(
                 f"a heap holds at most {format_size(_MAX_PAGES * PAGE_BYTES)}, not {capacity!r}"
             )
-        self.device = _resolve_device(device)
+        self.device = resolve_device(device)
         if source is None:
             source = HostSource() if self.device.type == "cpu" else CudaSource(self.device)
         self._geometry = Geometry.of(pages)
@@ -106,7 +105,7 @@ class Heap:
         data = Segment(source, front + pages * PAGE_BYTES, alignment=PAGE_BYTES)
         control = Segment(source, self._geometry.words * 8)
         self._data: Segment | None = data
-        self._control = control.view().view(torch.int64)
+        self._handle = control.view().view(torch.int64)
         self.capacity = pages * PAGE_BYTES
         self.base = data.address + front
         self._tags = Tags()
@@ -114,9 +113,9 @@ class Heap:
         self._initialise()
 
     def _initialise(self) -> None:
-        heap_state.initialise(self._control, self._geometry, self.base)
+        heap_state.initialise(self._handle, self._geometry, self.base)
         if self._debug is not None:
-            self._debug.attach(self._control)
+            self._debug.attach(self._handle)
 
     # Life -------------------------------------------------------------------------------------
 
@@ -139,7 +138,7 @@ class Heap:
 
     @property
     def _argument(self) -> torch.Tensor:
-        return self._control if self._debug is None else self._control.view(torch.uint64)
+        return self._handle if self._debug is None else self._handle.view(torch.uint64)
 
     @property
     def closed(self) -> bool:
@@ -159,7 +158,7 @@ class Heap:
             leaks = self.leaks() if warn and self._debug is not None else None
             self._data = None
             self._debug = None
-            self._control = torch.empty(0, dtype=torch.int64)
+            self._handle = torch.empty(0, dtype=torch.int64)
             if leaks:
                 warnings.warn(f"{self!r} with live blocks:\n{leaks}", LeakWarning, stacklevel=3)
 
@@ -209,7 +208,7 @@ class Heap:
         self._require_open()
         self._synchronise()
         end = layout.RECORDS.value + 4 * layout.MAX_RECORDS.value
-        table = self._control[:end].tolist()
+        table = self._handle[:end].tolist()
         counts = table[layout.ERRORS.value : layout.ERRORS.value + len(_KINDS)]
         if not any(counts):
             return
@@ -231,7 +230,7 @@ class Heap:
         free and wrong frees. Empty for other heaps. Changes nothing; waits for the device."""
         self._require_open()
         self._synchronise()
-        with _on(self.device):
+        with on_device(self.device):
             return [] if self._debug is None else self._debug.faults(self._tags)
 
     def leaks(self) -> LeakReport:
@@ -246,7 +245,7 @@ class Heap:
         if self._debug is None:
             raise InvalidArgument("only a debug heap knows its blocks: use Heap(..., debug=True)")
         self._synchronise()
-        with _on(self.device):
+        with on_device(self.device):
             return self._debug.leaks(self._tags)
 
     def tag(self, name: str) -> int:
@@ -289,9 +288,9 @@ class Heap:
         self._require_open()
         self._synchronise()
         failures = layout.ERRORS.value + layout.E_OUT_OF_MEMORY.value
-        self._failures_before += int(self._control[failures])
+        self._failures_before += int(self._handle[failures])
         end = layout.RECORDS.value + 4 * layout.MAX_RECORDS.value
-        self._control[layout.ERRORS.value : end].zero_()
+        self._handle[layout.ERRORS.value : end].zero_()
         if self._debug is not None:
             self._debug.clear_faults()
         self._synchronise()
@@ -326,12 +325,12 @@ class Heap:
         state = self._state()
         state.audit()
         if self._debug is not None:
-            with _on(self.device):
-                self._debug.audit(self._control, state.live_blocks(), self._tags)
+            with on_device(self.device):
+                self._debug.audit(self._handle, state.live_blocks(), self._tags)
 
     def _state(self) -> State:
         self._synchronise()
-        return State(self._control, self._geometry)
+        return State(self._handle, self._geometry)
 
     # Using ------------------------------------------------------------------------------------
 
@@ -420,8 +419,8 @@ class Heap:
         """
         self._require_open()
         batches = self._geometry.batches
-        with _on(self.device):
-            upkeep.trim_kernel[((batches + 63) // 64,)](self._control, batches, num_warps=1)
+        with on_device(self.device):
+            upkeep.trim_kernel[((batches + 63) // 64,)](self._handle, batches, num_warps=1)
 
     def _requests(self, values: torch.Tensor | Sequence[int], name: str) -> torch.Tensor:
         self._require_open()
@@ -442,41 +441,7 @@ class Heap:
         n = tensors[0].numel()
         if n:
             grid = ((n + _BLOCK - 1) // _BLOCK,)
-            with _on(self.device):
+            with on_device(self.device):
                 kernel[grid](  # type: ignore[index]
                     self._argument, *tensors, n, **more, BLOCK=_BLOCK, num_warps=1
                 )
-
-
-def _on(device: torch.device) -> torch.cuda.device:
-    return torch.cuda.device(device if device.type == "cuda" else -1)
-
-
-def _resolve_device(device: torch.device | str | int | None) -> torch.device:
-    if device is None:
-        device = "cpu" if _INTERPRETED else "cuda"
-    try:
-        wanted = torch.device(device)
-    except RuntimeError as error:
-        raise InvalidArgument(f"no such device: {device!r}") from error
-    if _INTERPRETED:
-        if wanted.type != "cpu":
-            raise InvalidArgument(
-                f"under Triton's interpreter a heap lives on the CPU, not on {wanted}; unset "
-                "TRITON_INTERPRET before importing devalloc's kernels to use the GPU"
-            )
-        return wanted
-    if wanted.type != "cuda":
-        raise InvalidArgument(
-            f"a heap for compiled kernels lives on a CUDA device, not on {wanted}; to run on the "
-            "CPU set TRITON_INTERPRET=1 before the first use of devalloc.Heap"
-        )
-    if not torch.cuda.is_available():
-        raise InvalidArgument(
-            "no CUDA device is available; to run on the CPU set TRITON_INTERPRET=1 before the "
-            "first use of devalloc.Heap"
-        )
-    index = torch.cuda.current_device() if wanted.index is None else wanted.index
-    if index >= torch.cuda.device_count():
-        raise InvalidArgument(f"no such device: {wanted}; there are {torch.cuda.device_count()}")
-    return torch.device("cuda", index)

@@ -21,8 +21,6 @@ So no two threads of a program may read one word: all tiles have at least as man
 program has threads, and what is computed from them is agreed upon in a reduction.
 """
 
-import math
-
 import triton
 import triton.language as tl
 
@@ -72,8 +70,8 @@ def poisoned_words(heap, nbytes):
 def columns(model, least, threads):
     """Columns of a tile with a row per lane of ``model``, of a program of ``threads`` threads: no
     more than needed, for they cost registers."""
-    lanes = math.prod(int(length) for length in getattr(model, "shape", ()))
-    return max(least, threads // lanes)
+    shape = getattr(model, "shape", ())
+    return max(least, threads // int(shape[0] if len(shape) else 1))
 
 
 @triton.jit

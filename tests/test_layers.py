@@ -33,6 +33,7 @@ KERNEL_LAYERS = [
 HOST_LAYERS = [
     {"errors", "_locate_kernels"},
     {"sizes", "kernels", "_benchmarks", "testing"},
+    {"devices"},
     {"sources", "heap_state", "leaks"},
     {"debug_table"},
     {"cache", "heap"},
@@ -46,8 +47,8 @@ HOST_LAYERS = [
 
 DEVICE = "devalloc.kernels"
 
-# What device code may import from outside the project.
-DEVICE_IMPORTS = {"__future__", "triton"}
+# What device code may import from outside the project ("time": the interpreter's clock).
+DEVICE_IMPORTS = {"__future__", "triton", "time"}
 
 
 def sources() -> dict[str, Path]:

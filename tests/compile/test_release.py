@@ -21,7 +21,7 @@ KERNELS = [
     "zeros_scalar",
     "realloc_scalar",
 ]
-DEBUG_FUNCTIONS = ("guards", "table", "debug")
+DEBUG_MODULES = ("kernels_$_guards_$_", "kernels_$_table_$_", "kernels_$_debug_$_")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def compared() -> dict[str, dict[str, Any]]:
 
 
 def debug_functions(names: list[str]) -> list[str]:
-    return [name for name in names if any(f"kernels_$_{part}_$_" in name for part in DEBUG_FUNCTIONS)]
+    return [name for name in names if any(module in name for module in DEBUG_MODULES)]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
