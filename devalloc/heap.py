@@ -160,7 +160,7 @@ class Heap:
             self._debug = None
             self._handle = torch.empty(0, dtype=torch.int64)
             if leaks:
-                warnings.warn(f"{self!r} with live blocks:\n{leaks}", LeakWarning, stacklevel=3)
+                warnings.warn(f"{self!r}, with live blocks:\n{leaks}", LeakWarning, stacklevel=3)
 
     def __enter__(self) -> Heap:
         self._require_open()

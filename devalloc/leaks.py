@@ -93,5 +93,6 @@ class LeakReport:
                 f"{row.tag or '-':<{width}} {row.count:>10} {format_size(row.bytes):>12} "
                 f"{format_size(row.largest):>12} {row.oldest:>8.3g} s"
             )
-        lines.append(f"{self.count} live blocks, {format_size(self.bytes)}")
+        plural = "s" * (self.count != 1)
+        lines.append(f"{self.count} live block{plural}, {format_size(self.bytes)}")
         return "\n".join(lines)
