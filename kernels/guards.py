@@ -162,7 +162,7 @@ def span_changed(addr, start, end, active):
     while any_lane(long & (lane_index(long) == lane)):
         here = pick(addr, lane)
         found = scan(here, pick(start, lane), pick(end, lane), here & 0, here & 0)
-        changed = changed | ((lane_index(long) == lane) & (found != NOWHERE))
+        changed = changed | (lane_index(long) == tl.where(found != NOWHERE, lane, -1))
         lane = first_lane(long & (lane_index(long) > lane))
     return changed
 

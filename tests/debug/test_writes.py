@@ -168,7 +168,7 @@ def test_behind_the_end_of_a_freed_block() -> None:
         poke([addr + 101])
         with pytest.raises(UseAfterFree, match=f"{addr + 101:#x}"):
             heap.audit()
-        assert malloc(heap, [90], [5]).tolist() == [addr]
+        assert malloc(heap, [110], [5]).tolist() == [addr]
         assert_faults(heap, UseAfterFree, "malloc", [(addr + 101, addr, 100, "4")])
         free(heap, addrs)
 
@@ -251,8 +251,8 @@ def test_realloc_with_a_tag() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_byte_may_be_used(shape: str, debug: bool | str) -> None:
     """Blocks are disjoint and aligned as promised, and filled to the last byte nothing is wrong."""
-    sizes = [size for size in EDGE_SIZES if size <= 10_000] if ON_GPU else EDGE_SIZES[::3]
-    with debug_heap("64MiB", debug) as heap:
+    sizes = [size for size in EDGE_SIZES if size <= 10_000] if ON_GPU else EDGE_SIZES[::7]
+    with debug_heap("64MiB" if ON_GPU else "8MiB", debug) as heap:
         addrs = malloc(heap, sizes, shape=shape)
         assert_blocks(heap, addrs, sizes)
         assert heap.usable_size(addrs).tolist() == sizes
@@ -268,14 +268,13 @@ def test_pages_that_are_cut_anew(debug: bool | str) -> None:
     the same few pages, one after the other, with the pattern of each in the way of the next."""
     with debug_heap("512KiB", debug) as heap:
         for turn in range(2):
-            for size in (16, 100, 1000, 5000, 20_000, 64, 70_000, 2000, 150_000, 250):
+            for size in (16, 1000, 20_000, 64, 150_000, 5000, 250):
                 count = min(64, 6 * PAGE_BYTES // (2 * size + 64))
                 if size > 32_768:
                     count = 1
                 addrs = malloc(heap, [size] * count)
                 heap.tensor(int(addrs[-1]), size, torch.uint8).fill_(turn + 1)
                 write(addrs, int64([size] * count))
-                heap.audit()
                 assert wrong_words(addrs, int64([size] * count)) == 0
                 free(heap, addrs[torch.randperm(count)])
                 heap.check()
@@ -287,11 +286,11 @@ def test_pages_that_are_cut_anew(debug: bool | str) -> None:
 @pytest.mark.parametrize("warps", [1, 4] if ON_GPU else [1])
 def test_churn(warps: int, debug: bool | str) -> None:
     """Many programs allocate, write, verify and free blocks of mixed sizes: nothing is reported."""
-    lanes, rounds = (8192, 20) if ON_GPU else (32, 4)
+    lanes, rounds = (8192, 20) if ON_GPU else (16, 3)
     block = 32 * warps if ON_GPU else 16
     with debug_heap("256MiB" if ON_GPU else "4MiB", debug) as heap:
         wrong, nulls = int64([0] * lanes), int64([0] * lanes)
-        for seed in range(3):
+        for seed in range(3 if ON_GPU else 1):
             uk.churn_lanes_kernel[(lanes // block,)](
                 heap.handle, wrong, nulls, rounds, 16, 6000, seed, BLOCK=block, STEP=32,
                 num_warps=warps,
