@@ -204,6 +204,8 @@ def check_guards(heap, addr, word, entry, block, finder, active):
         _word, birth = load_entry(entry, changed)
         live = (addr & 0) - 1
         diagnose_lanes(heap, addr, block, word, birth, live, finder, 1, changed)
+        # What was mended holds a few bytes of the block, which are poisoned next.
+        tl.debug_barrier()
 
 
 @triton.jit

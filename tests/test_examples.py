@@ -12,6 +12,7 @@ from tests.conftest import ON_GPU
 
 ROOT = Path(__file__).resolve().parent.parent
 
+
 @pytest.mark.skipif(ON_GPU, reason="the example interleaves interpreted kernels")
 def test_lock_free_stack_shows_the_bug_and_the_repair() -> None:
     done = subprocess.run(
