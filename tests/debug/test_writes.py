@@ -72,6 +72,18 @@ def test_both_neighbours_are_named(size: int) -> None:
         free(heap, [low])
 
 
+@pytest.mark.parametrize("size", [32, 48, 1024])
+def test_the_block_before_is_not_blamed(size: int) -> None:
+    """Freed first, it does not look at what guards the front of the next."""
+    with debug_heap("64KiB") as heap:
+        low, high = sorted(malloc(heap, [size, size], [7, 8]).tolist())
+        poke([high - 16])
+        free(heap, [low])
+        heap.check()
+        free(heap, [high])
+        assert_faults(heap, Overflow, "free", [(high - 16, high, size, "8")])
+
+
 def test_both_ends_of_one_block() -> None:
     with debug_heap() as heap:
         addr = int(malloc(heap, [100], [9])[0])
@@ -205,6 +217,16 @@ def test_zeros_are_guarded(shape: str) -> None:
         assert_faults(heap, Overflow, "free", wanted)
 
 
+def test_zeros_again_in_the_same_place() -> None:
+    with debug_heap("64KiB") as heap:
+        for size in (17, 17, 30, 30):
+            addrs = malloc(heap, [size], zero=True)
+            heap.audit()
+            free(heap, addrs)
+            heap.check()
+            heap.trim()
+
+
 @pytest.mark.parametrize("new", [1, 60, 99, 101, 5000, 100_000])
 def test_realloc_keeps_content_and_owner(new: int) -> None:
     with debug_heap() as heap:
@@ -266,13 +288,17 @@ def test_every_byte_may_be_used(shape: str, debug: bool | str) -> None:
 def test_pages_that_are_cut_anew(debug: bool | str) -> None:
     """What old blocks left behind is not taken for something written to new ones: all classes use
     the same few pages, one after the other, with the pattern of each in the way of the next."""
-    with debug_heap("512KiB", debug) as heap:
+    with debug_heap("256KiB", debug) as heap:
         for turn in range(2):
             for size in (16, 1000, 20_000, 64, 150_000, 5000, 250):
-                count = min(64, 6 * PAGE_BYTES // (2 * size + 64))
+                count = min(64, 3 * PAGE_BYTES // (2 * size + 64)) // 2 * 2
                 if size > 32_768:
-                    count = 1
-                addrs = malloc(heap, [size] * count)
+                    addrs = malloc(heap, [size])
+                else:
+                    # (The second half comes to pages that are marked already.)
+                    halves = [malloc(heap, [size] * (count // 2)) for _ in range(2)]
+                    addrs = torch.cat(halves)
+                count = len(addrs)
                 heap.tensor(int(addrs[-1]), size, torch.uint8).fill_(turn + 1)
                 write(addrs, int64([size] * count))
                 assert wrong_words(addrs, int64([size] * count)) == 0
