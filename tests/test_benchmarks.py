@@ -271,7 +271,7 @@ def test_the_sweeps_span_what_they_should() -> None:
 def test_cuda_rows_come_last_and_in_a_child_of_their_own() -> None:
     children = [row.child for row in ALL]
     assert children == sorted(children, reverse=True)
-    assert set(children) == {"devalloc", "cuda"}
+    assert set(children) == {"devalloc", "debug", "cuda"}
 
 
 def test_one_small_row_per_kernel_is_compiled_ahead() -> None:
