@@ -16,7 +16,7 @@ from benchmarks import bench_litmus, bench_sanitize, bench_stress
 from benchmarks.litmus import plan as litmus
 from benchmarks.litmus.run import buffered, hand_over, run_shape
 from benchmarks.patches import Patch, patched_kernels
-from benchmarks.results import ROOT
+from benchmarks.results import ROOT, RowFile
 from benchmarks.stress import codes, plan
 from benchmarks.stress.run import Run, Violation
 from devalloc.kernels import layout
@@ -170,6 +170,17 @@ def test_a_run_that_crashes_is_a_violation(tmp_path: Path) -> None:
     assert "crash: exit status 4" in done.output
 
 
+def test_a_run_that_hangs_is_a_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("import time\ntime.sleep(60)")
+    monkeypatch.setattr(bench_stress, "START_SECONDS", 2.0)
+    options = ["--device", "cpu", "--phases", "double", "--out", str(tmp_path),
+               "--kernels", str(tmp_path / "kernels")]  # fmt: skip
+    done = CliRunner().invoke(bench_stress.main, options)
+    assert done.exit_code == 1
+    assert "hang: over 2 s" in done.output
+
+
 def test_jobs_survive_their_journey() -> None:
     job = plan.Job(plan.STAGES, 10**9, 1, "cuda")
     assert plan.Job.from_dict(job.to_dict()) == job
@@ -188,7 +199,9 @@ def test_the_plan_covers_what_it_promises() -> None:
 
 # Litmus --------------------------------------------------------------------------------------
 
-JOB = litmus.tiny(litmus.Job(litmus.HANDOVERS, litmus.SHAPES, 0, 1, "cpu"))
+FULL_JOB = litmus.Job(litmus.HANDOVERS, litmus.SHAPES, 0, 1, DEVICE.type)
+# On a GPU every thread needs counters of its own, so programs stay as wide as they are.
+JOB = FULL_JOB if ON_GPU else litmus.tiny(FULL_JOB)
 
 
 @pytest.mark.parametrize("case", JOB.handovers, ids=lambda case: case.name)
@@ -221,8 +234,8 @@ def test_overlapping_blocks_break_counters(tmp_path: Path) -> None:
     folder = patched_kernels([patch], tmp_path)
     case = next(case for case in JOB.handovers if case.name == "lanes-64")
     job = replace(JOB, handovers=(case,), shapes=(), variant="overlap", kernels=str(folder))
-    table = bench_litmus.Table(bench_litmus.RowFile(tmp_path, bench_litmus.COLUMNS), 100.0)
-    table.run(replace(job, device="cuda" if ON_GPU else "cpu"), 60.0)
+    table = bench_litmus.Table(RowFile(tmp_path, bench_litmus.COLUMNS), 200.0)
+    table.run(job, 100.0)
     assert table.failed_variants == {"overlap"}
 
 
