@@ -222,8 +222,11 @@ class Benchmarks(click.Group):
     MODULES = {  # noqa: RUF012
         "compare": "compare",
         "device": "bench_device",
+        "litmus": "bench_litmus",
         "order": "bench_order",
         "plot": "plots",
+        "sanitize": "bench_sanitize",
+        "stress": "bench_stress",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
