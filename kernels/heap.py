@@ -138,7 +138,8 @@ def malloc_any(heap, nbytes, active):
         if is_block(nbytes):
             # (A scalar waits further down, where it costs fewer registers.)
             if stripe_credits(word) < 0:
-                whole = count >= slots_of(size) * DRY_PAGES
+                # (Where everybody draws, nobody refills: somebody has to take that duty.)
+                whole = (count >= slots_of(size) * DRY_PAGES) & (is_drawing(word) == 0)
                 if (whole == 0) & (count == count_lanes(small)):
                     word, duty = await_slots(heap, cls, count)
     if is_block(nbytes):
