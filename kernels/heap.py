@@ -7,8 +7,6 @@ one ticket, a single subtraction; the other lanes take one each, all in one inst
 A malloc is two dependent round trips to memory: the ticket and the claim of the live bit. A free
 is two: the clearing of the live bit, and the subtraction from the page's account. Everything else
 is behind a branch.
-
-Owns the live bits: the bit of an address is set while an allocation begins there.
 """
 
 import triton
