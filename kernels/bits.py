@@ -37,20 +37,28 @@ def low_mask(n):
 
 
 @triton.jit
-def select_half(x, pos, r, WIDTH: tl.constexpr):
-    """One step of :func:`select_bit`: skip ``WIDTH`` bits if the bit wanted is not among them."""
-    below = popcount(lsr(x, pos.to(tl.int64)) & ((1 << WIDTH) - 1))
-    skip = r >= below
-    return tl.where(skip, pos + WIDTH, pos), tl.where(skip, r - below, r)
+def select_bit(x, r):
+    """Index (int32) of the ``r``-th set bit of ``x``, counted from 0; needs r < popcount(x).
+
+    Halves the place six times. (A loop: unrolled it would be most of what a malloc compiles.)
+    """
+    pos = r * 0
+    width = tl.full((), 32, tl.int64)
+    while width > 0:
+        below = popcount(lsr(x, pos.to(tl.int64)) & ((width * 0 + 1 << width) - 1))
+        skip = r >= below
+        pos = tl.where(skip, pos + width.to(tl.int32), pos)
+        r = tl.where(skip, r - below, r)
+        width = width >> 1
+    return pos
 
 
 @triton.jit
-def select_bit(x, r):
-    """Index (int32) of the ``r``-th set bit of ``x``, counted from 0; needs r < popcount(x)."""
-    pos = r * 0
-    for step in tl.static_range(6):
-        pos, r = select_half(x, pos, r, 32 >> step)
-    return pos
+def next_bit(x, start):
+    """Index (int32) of the first set bit of ``x``, which has one, from bit ``start`` in [0, 63]
+    (int32) on and round."""
+    turned = lsr(x, start.to(tl.int64)) | (x << (-start & 63).to(tl.int64))
+    return (lowest_bit(turned) + start) & 63
 
 
 @triton.jit

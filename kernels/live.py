@@ -14,7 +14,7 @@ Shared words and their writers
 import triton
 import triton.language as tl
 
-from .bits import comb, divide, low_mask, lowest_bit, mix, popcount, select_bit
+from .bits import comb, divide, low_mask, lowest_bit, mix, next_bit
 from .lanes import any_lane, first_lane, is_block, lane_index, pick
 from .layout import live_words_ptr, program_index, slots_of, stripe_credits, stripe_place
 
@@ -117,10 +117,9 @@ def another(old, granule, size):
     first = (granule >> 6) % apart
     last = (end - unit - (granule & 63)) >> 6
     clear = (old ^ -1) & (comb(apart) << first.to(tl.int64)) & low_mask((last + 1).to(tl.int64))
-    choices = popcount(clear)
-    other = (select_bit(clear, salt % tl.maximum(choices, 1)) << 6) + (granule & 63)
+    other = (next_bit(clear, salt & 63) << 6) + (granule & 63)
     beyond = tl.where(granule + unit < end, granule + unit, 0)
-    return tl.where(choices > 0, other, beyond)
+    return tl.where(clear != 0, other, beyond)
 
 
 @triton.jit

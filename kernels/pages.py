@@ -31,7 +31,17 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
-from .bits import floor_log2, low_mask, lowest_bit, lsr, mix, popcount, run_starts, select_bit
+from .bits import (
+    floor_log2,
+    low_mask,
+    lowest_bit,
+    lsr,
+    mix,
+    next_bit,
+    popcount,
+    run_starts,
+    select_bit,
+)
 from .layout import (
     CHUNK_PAGES,
     G_HINTS,
@@ -105,12 +115,14 @@ def give_pages(heap, chunk, bits, active):
     was = tl.where(active, old, 0)
     # The bits before the hints, as dropping a hint relies on: which are set depends on `old`.
     bit = (bits & 0) + 1 << (chunk & 63).to(tl.int64)
-    for order in tl.static_range(ORDERS):
+    order = tl.full((), 0, tl.int32)
+    while order < ORDERS:
         gained = (run != 0) & (was == 0)
         tl.atomic_or(hint_ptr(heap, order, chunk), bit, mask=gained, sem="relaxed")
-        if order + 1 < ORDERS:
-            run = run & lsr(run, 1 << order)
-            was = was & lsr(was, 1 << order)
+        step = (order * 0 + 1 << order).to(tl.int64)
+        run = run & lsr(run, step & 63)
+        was = was & lsr(was, step & 63)
+        order += 1
 
 
 @triton.jit
@@ -193,9 +205,7 @@ def hinted_chunk(hints, width, salt):
 def choose_start(start, n, salt):
     """Which of the bits set in ``start`` a run of ``n`` pages is to begin at: the lowest, or for a
     single page the first from a hashed one on."""
-    by = tl.where(n == 1, salt & 63, 0)
-    turned = lsr(start, by.to(tl.int64)) | (start << (-by & 63).to(tl.int64))
-    return (lowest_bit(turned) + by) & 63
+    return next_bit(start, tl.where(n == 1, salt & 63, 0))
 
 
 @triton.jit(noinline=True)
