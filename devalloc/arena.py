@@ -1,8 +1,7 @@
 """`Arena`: a caching allocator for one device, and tensors and heaps in its memory.
 
-A tensor's memory returns with the last reference to its storage, autograd's included: a weak
-reference to the storage object calls back. The references are held here, and hold the cache, so
-that an arena that nobody refers to lives on until its last tensor is gone.
+A tensor's memory returns with the last reference to its storage, autograd's included; see
+`devalloc.tensors`. An arena that nobody refers to lives on until its last tensor is gone.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import InvalidArgument, OutOfMemory
 from devalloc.sizes import format_size, parse_size
 from devalloc.sources import AsyncSource, CudaSource, HostSource, Segment, Source
+from devalloc.tensors import Key, TensorStay
 
 if TYPE_CHECKING:
     from devalloc.heap import Heap
@@ -31,23 +31,6 @@ if TYPE_CHECKING:
 
 class TorchOutOfMemory(OutOfMemory, torch.OutOfMemoryError):
     """`OutOfMemory` for code that expects PyTorch's error."""
-
-
-class _Owner(weakref.ref):
-    """A storage's end returns its block."""
-
-    __slots__ = ("address", "cache")
-
-    address: int
-    cache: Cache
-
-
-_OWNERS: set[_Owner] = set()
-
-
-def _storage_gone(owner: _Owner) -> None:
-    _OWNERS.discard(owner)
-    owner.cache.free(owner.address)
 
 
 class Block:
@@ -112,6 +95,8 @@ class Arena:
             limit=_resolve_limit(limit, self.device),
             share_streams=share_streams,
         )
+        self._streams = self._cache.streams
+        self._parking = self._cache.parking
         self._closed = False
         self._pytorch: Pool | None = None
         # For an arena that is dropped without close(). Living tensors keep the cache.
@@ -185,26 +170,31 @@ class Arena:
         InvalidArgument
             For a negative size, or a closed arena.
         """
-        self._require_open()
         dims = (shape,) if isinstance(shape, int) else tuple(shape)
-        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype is None:
+            dtype = torch.get_default_dtype()
+        key = dims, dtype, self._streams.current() if stream is None else stream
+        parked = self._parking.stacks.get(key)
+        if parked and not self._parking.closed and type(math.prod(dims)) is int:
+            try:
+                return parked.pop().tensor()
+            except IndexError:
+                pass  # another thread was faster
+        return self._new_tensor(key)
+
+    def _new_tensor(self, key: Key) -> torch.Tensor:
+        self._require_open()
+        dims, dtype, stream = key
         if any(size < 0 for size in dims):
             raise InvalidArgument(f"a shape has no negative sizes: {dims}")
         nbytes = math.prod(dims) * dtype.itemsize
-        tensor = torch.empty(0, dtype=dtype, device=self.device)
         if nbytes == 0:
-            return tensor.view(dims)
-        address = self._malloc(nbytes, stream)
-        storage = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
-        owner = _Owner(storage, _storage_gone)
-        owner.address = address
-        owner.cache = self._cache
-        _OWNERS.add(owner)
-        return tensor.set_(storage, 0, dims)  # type: ignore[call-overload]
+            return torch.empty(dims, dtype=dtype, device=self.device)
+        return TensorStay(self._cache, key, self._malloc(nbytes, stream), nbytes).tensor()
 
     def _malloc(self, nbytes: int, stream: int | None) -> int:
         cache = self._cache
-        owner = cache.streams.current() if stream is None else stream
+        owner = self._streams.current() if stream is None else stream
         try:
             try:
                 return cache.malloc(nbytes, owner)

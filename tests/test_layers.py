@@ -32,6 +32,7 @@ HOST_LAYERS = [
     {"sizes", "kernels", "_benchmarks", "testing"},
     {"sources", "heap_state"},
     {"cache", "heap"},
+    {"tensors"},
     {"interop"},
     {"arena"},
     {"__init__"},

@@ -29,6 +29,7 @@ class Reports(Core):
     def stats(self) -> dict[str, int]:
         """Statistics under the flat names of ``torch.cuda.memory_stats``; bytes and counts."""
         with self._entered() as store:
+            self.parking.count()
             return store.stats()
 
     def reset_peaks(self) -> None:
@@ -39,6 +40,7 @@ class Reports(Core):
     def reset_accumulated(self) -> None:
         """The ``allocated`` and ``freed`` sums and the counts start again from zero."""
         with self._entered() as store:
+            self.parking.count()
             store.ledger.reset_accumulated()
             store.counts.clear()
 
