@@ -19,7 +19,14 @@ import torch
 from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import InvalidArgument, OutOfMemory
 from devalloc.sizes import format_size, parse_size
-from devalloc.sources import AsyncSource, CudaSource, HostSource, Segment, Source
+from devalloc.sources import (
+    AsyncSource,
+    CudaSource,
+    HostSource,
+    Segment,
+    SimulatedSource,
+    Source,
+)
 from devalloc.tensors import Key, TensorStay
 
 if TYPE_CHECKING:
@@ -98,9 +105,55 @@ class Arena:
         self._streams = self._cache.streams
         self._parking = self._cache.parking
         self._closed = False
+        self._installed = False
         self._pytorch: Pool | None = None
         # For an arena that is dropped without close(). Living tensors keep the cache.
         weakref.finalize(self, self._cache.close).atexit = False
+
+    @classmethod
+    def install(
+        cls,
+        device: torch.device | str | int | None = None,
+        source: str | Source | None = None,
+        policy: str | Policy = "torch",
+        limit: int | str | float | None = None,
+        *,
+        share_streams: bool = False,
+    ) -> Arena:
+        """An arena that is PyTorch's CUDA allocator for the whole process, all threads.
+
+        Call it before anything uses the GPU; what else would be CUDA's default device is `device`.
+        For a second device call it again. It cannot be undone, and the arena lives as long as the
+        process.
+
+        Every tensor is a block of the arena: the policy decides, `stats`, `snapshot`, the limit and
+        history are of everything, and ``Tensor.record_stream`` and ``torch.cuda.empty_cache`` reach
+        it. Each allocation calls back into Python; `use` is faster. PyTorch's own statistics raise
+        RuntimeError. Capture graphs within `capture`.
+
+        PyTorch does not look at whether its allocator failed. When the arena runs out, its error is
+        shown as a `devalloc.interop.pluggable.AllocationWarning`, and the operation that needs the
+        memory raises RuntimeError for data that is not allocated.
+
+        Raises
+        ------
+        InvalidArgument
+            If CUDA is in use by PyTorch already, if there is an arena for this device, or as of
+            `Arena`; also if there is no CUDA device.
+        """
+        from devalloc.interop import pluggable
+
+        if not torch.cuda.is_available():
+            raise InvalidArgument("no CUDA device is available: there is no allocator to replace")
+        if isinstance(source, str):
+            _known_source(source)
+        # Options that cannot work are found without memory: what follows cannot be undone.
+        cls(source=SimulatedSource(), policy=policy, limit=limit)
+        pluggable.replace_allocator()
+        arena = cls(device, source, policy, limit, share_streams=share_streams)
+        pluggable.serve(arena._cache, arena)
+        arena._installed = True
+        return arena
 
     # Life -----------------------------------------------------------------------------------------
 
@@ -113,7 +166,14 @@ class Arena:
 
         Memory of living tensors, heaps and blocks goes back when they do. Waits for streams that
         still use freed memory. Closing twice is harmless.
+
+        Raises
+        ------
+        InvalidArgument
+            If the arena was made by `install`.
         """
+        if self._installed:
+            raise InvalidArgument("the arena is PyTorch's allocator until the process ends")
         if not self._closed:
             self._closed = True
             if self._pytorch is not None:
@@ -177,7 +237,8 @@ class Arena:
         parked = self._parking.stacks.get(key)
         if parked and not self._parking.closed and type(math.prod(dims)) is int:
             try:
-                return parked.pop().tensor()
+                tensor: torch.Tensor = parked.pop().take()
+                return tensor
             except IndexError:
                 pass  # another thread was faster
         return self._new_tensor(key)
@@ -190,7 +251,7 @@ class Arena:
         nbytes = math.prod(dims) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(dims, dtype=dtype, device=self.device)
-        return TensorStay(self._cache, key, self._malloc(nbytes, stream), nbytes).tensor()
+        return TensorStay(self._cache, key, self._malloc(nbytes, stream), nbytes).take()
 
     def _malloc(self, nbytes: int, stream: int | None) -> int:
         cache = self._cache
@@ -295,14 +356,18 @@ class Arena:
         Raises
         ------
         InvalidArgument
-            For a closed arena, if `use` is active on another thread or for another arena, or for a
-            source other than ``"cuda"`` and ``"async"``: adaptors could wait for locks.
+            For a closed arena, if `use` is active on another thread or for another arena, after
+            `install`, or for a source other than ``"cuda"`` and ``"async"``: adaptors could wait
+            for locks.
         torch.OutOfMemoryError
             From PyTorch, when limit or source refuse a segment; its cause is the arena's error.
         """
+        from devalloc.interop import pluggable
         from devalloc.interop.pytorch import Pool
 
         self._require_open()
+        if pluggable.installed():
+            raise InvalidArgument("an arena serves all of PyTorch already; use() would do nothing")
         if self._pytorch is None:
             self._pytorch = Pool(self._cache)
             weakref.finalize(self, self._pytorch.forsake).atexit = False
@@ -401,6 +466,11 @@ _SOURCES: dict[str, Callable[[torch.device], Source]] = {
 }
 
 
+def _known_source(name: str) -> None:
+    if name not in _SOURCES:
+        raise InvalidArgument(f"unknown source {name!r}; there are {', '.join(_SOURCES)}")
+
+
 def _resolve_source(device: torch.device | str | int | None, source: str | Source | None) -> Source:
     if source is not None and not isinstance(source, str):
         if device is not None and torch.device(device) != source.device:
@@ -413,8 +483,7 @@ def _resolve_source(device: torch.device | str | int | None, source: str | Sourc
     if source is None:
         cuda = torch.cuda.is_available() if wanted is None else wanted.type == "cuda"
         source = "cuda" if cuda else "host"
-    if source not in _SOURCES:
-        raise InvalidArgument(f"unknown source {source!r}; there are {', '.join(_SOURCES)}")
+    _known_source(source)
     kind = "cpu" if source == "host" else "cuda"
     if wanted is not None and wanted.type != kind:
         raise InvalidArgument(f"the source {source!r} has no memory on {wanted}")

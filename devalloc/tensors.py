@@ -1,11 +1,11 @@
 """Tensors over blocks of an engine: what `devalloc.Arena.empty` gives.
 
-A storage over foreign memory and a tensor of it cost more than the engine's allocation, so both are
-kept for the length of a `Stay`: a *template*, of which ``template.data`` is a new tensor of the same
-memory, shape and type, without history. A tensor's end calls back. If nothing but the stay refers
-to the storage then (no view, nothing that autograd saved), the block is parked with its template
-and the next equal request takes both. Otherwise the template goes, and the end of the storage,
-whoever holds it last, frees the block.
+A storage over foreign memory and a tensor of it cost as much as the engine's allocation, so both
+are kept for the length of a `Stay`: a *template*, of which ``template.data`` is a new tensor of the
+same memory, shape and type, without history. A tensor's end calls back. If nothing but the stay
+refers to the storage then (no view, nothing that autograd saved), the block is parked with its
+template and the next equal request takes both. Otherwise the template goes, and the end of the
+storage, whoever holds it last, frees the block.
 
 Whether others refer to the storage is read from three counts: references from C++, references from
 Python, and weak references from Python. What they are when nobody does is measured for each new
@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +27,7 @@ from devalloc.cache.parking import Stay
 if TYPE_CHECKING:
     from devalloc.cache import Cache
 
-_uses_in_c: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_uses_in_c: Callable[[int], int] = torch._C._storage_Use_Count
 _uses_in_python = sys.getrefcount
 _weak_references = weakref.getweakrefcount
 
@@ -45,7 +45,7 @@ def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 class TensorStay(Stay):
     """A block in use by tensors of one shape and type, one after the other.
 
-    ``nbytes`` bytes live at ``address``, allocated from ``cache`` and not yet known to anybody else.
+    ``nbytes`` bytes live at ``address``, allocated from ``cache`` and known to nobody else yet.
     """
 
     __slots__ = (
@@ -66,9 +66,10 @@ class TensorStay(Stay):
         self.told = 0
         shape, dtype, _ = key
         device = cache.source.device
-        make = torch._C._construct_storage_from_data_pointer  # type: ignore[attr-defined]
-        self._storage = make(address, device, nbytes)
-        self._template = _blank(dtype, device).data.set_(self._storage, 0, shape)
+        make = torch._C._construct_storage_from_data_pointer
+        self._storage: Any = make(address, device, nbytes)
+        blank: Any = _blank(dtype, device).data
+        self._template = blank.set_(self._storage, 0, shape)
         self._handle: int = self._storage._cdata
         # A tensor calls back when it is about to let go of the storage: its own use counts still.
         self._idle_in_c = _uses_in_c(self._handle) + 1
@@ -77,7 +78,7 @@ class TensorStay(Stay):
         self._watch: weakref.ref[object] | None = None
         cache.parking.enter(self)
 
-    def tensor(self) -> torch.Tensor:
+    def take(self) -> torch.Tensor:
         """A tensor for the next user."""
         self.turns += 1
         tensor: torch.Tensor = self._template.data

@@ -17,7 +17,7 @@ decided by ``pop``. A closed parking gives nothing out, whatever is pushed late.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from devalloc.cache.core import Core
@@ -48,6 +48,10 @@ class Stay:
     key: tuple[Hashable, ...]
     turns: int
     told: int
+
+    def take(self) -> Any:
+        """For who took the stay from its stack: the object for the next user."""
+        raise NotImplementedError
 
     def forget(self) -> None:
         """Let go of the object: the block is being freed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from devalloc.cache import audit, describe, snapshot
+from devalloc.cache.blocks import LIVE
 from devalloc.cache.core import Core
 
 
@@ -63,6 +64,12 @@ class Reports(Core):
     def reserved(self) -> int:
         """Bytes held from the source."""
         return self._store.reserved
+
+    def owns(self, address: int) -> bool:
+        """Whether an allocation lives at ``address``."""
+        with self._entered() as store:
+            block = store.blocks.get(address)
+            return block is not None and block.state == LIVE
 
     def size_of(self, address: int) -> int:
         """Usable bytes of the allocation at ``address``."""
