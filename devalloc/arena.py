@@ -131,9 +131,11 @@ class Arena:
         it. Each allocation calls back into Python; `use` is faster. PyTorch's own statistics raise
         RuntimeError. Capture graphs within `capture`.
 
-        PyTorch does not look at whether its allocator failed. When the arena runs out, its error is
-        shown as a `devalloc.interop.pluggable.AllocationWarning`, and the operation that needs the
-        memory raises RuntimeError for data that is not allocated.
+        PyTorch does not look at whether such an allocator failed. When the arena runs out, its
+        error is shown as a `devalloc.interop.pluggable.AllocationWarning`, and the tensor has the
+        address 0. What works with it fails: with RuntimeError, or with CUDA's illegal memory
+        access, after which the process cannot use the GPU any more. A program that means to survive
+        running out needs `use`, where it is a ``torch.OutOfMemoryError``.
 
         Raises
         ------
@@ -246,7 +248,7 @@ class Arena:
     def _new_tensor(self, key: Key) -> torch.Tensor:
         self._require_open()
         dims, dtype, stream = key
-        if any(size < 0 for size in dims):
+        if dims and min(dims) < 0:
             raise InvalidArgument(f"a shape has no negative sizes: {dims}")
         nbytes = math.prod(dims) * dtype.itemsize
         if nbytes == 0:

@@ -5,9 +5,10 @@ lock of its own while it does, so a callback may wait for the engine's lock, and
 interrupts the engine is noted there. The allocator cannot be changed back, and the callbacks live
 as long as the process.
 
-PyTorch does not look at whether such an allocator failed. A tensor that got nothing has no memory:
-PyTorch raises RuntimeError when an operation wants its data. So the arena's own error, which says
-why, is shown as a warning at once.
+PyTorch does not look at whether such an allocator failed, and no exception can pass through it. A
+tensor that got nothing has the address 0. Some operations look at that and raise RuntimeError;
+most launch their kernel, which CUDA ends with an illegal memory access, and with it everything that
+the process has on the GPU. So the arena's own error, which says why, is shown as a warning at once.
 """
 
 from __future__ import annotations

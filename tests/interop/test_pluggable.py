@@ -213,7 +213,8 @@ for options in ({"policy": "none"}, {"source": "none"}, {"limit": 2.0}, {"limit"
         pass
     else:
         raise AssertionError(options)
-torch.ones(5, device="cuda").sum()
+kept = torch.ones(5, device="cuda")
+# PyTorch's own allocator counts; another one's statistics would raise.
 print(torch.cuda.memory_allocated() > 0)
 """
 
@@ -221,13 +222,34 @@ EMPTY = """
 import torch, devalloc
 arena = devalloc.Arena.install(limit="64MiB")
 kept = torch.ones(1000, device="cuda")
+before = arena.stats()["allocation.all.current"]
+missing = [torch.empty(100 << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
+for tensor in missing:
+    try:
+        print("at", tensor.untyped_storage().data_ptr())
+    except RuntimeError:
+        print("at", 0)
+assert arena.stats()["allocation.all.current"] == before
+assert arena.stats()["num_ooms"] == 2
+del missing, tensor
+arena.cache.audit()
+assert kept.sum() == 1000, "no kernel has touched what is missing"
+assert torch.zeros(30 << 20, dtype=torch.uint8, device="cuda").sum() == 0
+"""
+
+TOUCHED = """
+import os, torch, devalloc
+arena = devalloc.Arena.install(limit="64MiB")
+before = arena.stats()
 try:
     torch.zeros(100 << 20, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
 except RuntimeError as error:
     print("raised", error)
-assert kept.sum() == 1000, "the context is alive"
 arena.cache.audit()
-assert torch.zeros(30 << 20, dtype=torch.uint8, device="cuda").sum() == 0
+assert arena.stats()["allocation.all.current"] == before["allocation.all.current"]
+print("counted", arena.stats()["num_ooms"], flush=True)
+os._exit(0)  # if the context is lost, nothing of it can be given back in order
 """
 
 
@@ -242,8 +264,16 @@ def test_on_the_gpu_bad_options_change_nothing() -> None:
 
 
 @pytest.mark.gpu
-def test_on_the_gpu_running_out_is_shown_and_survived() -> None:
+def test_on_the_gpu_running_out_is_shown_and_gives_no_memory() -> None:
     said, warned = run(EMPTY)
-    assert said.startswith("raised")
+    assert said == "at 0\nat 0\n"
     assert "AllocationWarning: OutOfMemory" in warned
     assert "limit of 64 MiB" in warned
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_what_touches_missing_memory_fails() -> None:
+    said, warned = run(TOUCHED)
+    assert said.startswith("raised")
+    assert said.endswith("counted 1\n")
+    assert "AllocationWarning: OutOfMemory" in warned
