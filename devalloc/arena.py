@@ -7,7 +7,6 @@ A tensor's memory returns with the last reference to its storage, autograd's inc
 from __future__ import annotations
 
 import math
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,17 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from devalloc.arena_options import known_source, resolve_limit, resolve_source, sizes_of
 from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import InvalidArgument, OutOfMemory
 from devalloc.sizes import format_size, parse_size
-from devalloc.sources import (
-    AsyncSource,
-    CudaSource,
-    HostSource,
-    Segment,
-    SimulatedSource,
-    Source,
-)
+from devalloc.sources import Segment, SimulatedSource, Source
 from devalloc.tensors import Key, TensorStay
 
 if TYPE_CHECKING:
@@ -94,12 +87,12 @@ class Arena:
         *,
         share_streams: bool = False,
     ) -> None:
-        self._source = _resolve_source(device, source)
+        self._source = resolve_source(device, source)
         self.device = self._source.device
         self._cache = Cache(
             self._source,
             policy,
-            limit=_resolve_limit(limit, self.device),
+            limit=resolve_limit(limit, self.device),
             share_streams=share_streams,
         )
         self._streams = self._cache.streams
@@ -148,7 +141,7 @@ class Arena:
         if not torch.cuda.is_available():
             raise InvalidArgument("no CUDA device is available: there is no allocator to replace")
         if isinstance(source, str):
-            _known_source(source)
+            known_source(source)
         # Options that cannot work are found without memory: what follows cannot be undone.
         cls(source=SimulatedSource(), policy=policy, limit=limit)
         pluggable.replace_allocator()
@@ -230,7 +223,8 @@ class Arena:
         OutOfMemory
             Also a ``torch.OutOfMemoryError``.
         InvalidArgument
-            For a negative size, or a closed arena.
+            For a shape that is not of sizes of at least 0, a type or stream that is none, or a
+            closed arena.
         """
         dims = (shape,) if isinstance(shape, int) else tuple(shape)
         if dtype is None:
@@ -248,16 +242,28 @@ class Arena:
     def _new_tensor(self, key: Key) -> torch.Tensor:
         self._require_open()
         dims, dtype, stream = key
-        if dims and min(dims) < 0:
-            raise InvalidArgument(f"a shape has no negative sizes: {dims}")
+        for size in dims:
+            if type(size) is not int or size < 0:
+                dims = sizes_of(dims)
+                key = dims, dtype, stream
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidArgument(f"{dtype!r} is no torch.dtype")
         nbytes = math.prod(dims) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(dims, dtype=dtype, device=self.device)
-        return TensorStay(self._cache, key, self._malloc(nbytes, stream), nbytes).take()
+        address = self._malloc(nbytes, stream)
+        try:
+            stay = TensorStay(self._cache, key, address, nbytes)
+        except BaseException:
+            self._cache.free(address)
+            raise
+        return stay.take()
 
     def _malloc(self, nbytes: int, stream: int | None) -> int:
         cache = self._cache
         owner = self._streams.current() if stream is None else stream
+        if type(owner) is not int:
+            raise InvalidArgument(f"a stream is given by its handle, an int, not {owner!r}")
         try:
             try:
                 return cache.malloc(nbytes, owner)
@@ -306,17 +312,29 @@ class Arena:
         Raises
         ------
         InvalidArgument
-            If the memory is not a live allocation of this arena.
+            If the memory is not a live allocation of this arena, or the stream not of its device.
         """
-        handle = stream if isinstance(stream, int) else stream.cuda_stream
+        handle = stream if isinstance(stream, int) else self._handle(stream)
         if isinstance(what, Block):
             if what.arena is not self:
                 raise InvalidArgument(f"{what!r} is no block of {self!r}")
             address = what.address
-        else:
+        elif isinstance(what, torch.Tensor) and self._is_here(what.device):
             address = what.untyped_storage().data_ptr()
+        else:
+            place = f"a tensor on {what.device}" if isinstance(what, torch.Tensor) else repr(what)
+            raise InvalidArgument(f"{place} is no memory of {self!r}")
         if address:
             self._cache.record_stream(address, handle)
+
+    def _is_here(self, device: torch.device) -> bool:
+        # The device of a source of the caller's may have no index.
+        return device.type == self.device.type and self.device.index in (None, device.index)
+
+    def _handle(self, stream: torch.cuda.Stream) -> int:
+        if not isinstance(stream, torch.cuda.Stream) or not self._is_here(stream.device):
+            raise InvalidArgument(f"{stream!r} is no stream of {self.device}")
+        return stream.cuda_stream
 
     # Graphs ---------------------------------------------------------------------------------------
 
@@ -330,6 +348,11 @@ class Arena:
 
         Meanwhile nothing is queried, waited for, or given back to the source. The pool keeps its
         memory until its last `PrivatePool.release`.
+
+        Raises
+        ------
+        InvalidArgument
+            For a closed arena, or a pool that is not this arena's or has been released.
         """
         self._require_open()
         return self._cache.route(pool, capture=True)
@@ -417,7 +440,7 @@ class Arena:
 
     def set_limit(self, limit: int | str | float | None) -> None:
         """Change the limit; InvalidArgument if it is below what is in use."""
-        self._cache.set_limit(_resolve_limit(limit, self.device))
+        self._cache.set_limit(resolve_limit(limit, self.device))
 
     def empty_cache(self) -> int:
         """Give all idle memory back to the source; bytes. Waits for pending frees.
@@ -459,57 +482,3 @@ class _ArenaSource:
 
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
         return self._arena._source.view(segment, offset, nbytes)
-
-
-_SOURCES: dict[str, Callable[[torch.device], Source]] = {
-    "cuda": CudaSource,
-    "async": AsyncSource,
-    "host": lambda device: HostSource(),
-}
-
-
-def _known_source(name: str) -> None:
-    if name not in _SOURCES:
-        raise InvalidArgument(f"unknown source {name!r}; there are {', '.join(_SOURCES)}")
-
-
-def _resolve_source(device: torch.device | str | int | None, source: str | Source | None) -> Source:
-    if source is not None and not isinstance(source, str):
-        if device is not None and torch.device(device) != source.device:
-            raise InvalidArgument(f"the source is on {source.device}, not on {device}")
-        return source
-    try:
-        wanted = None if device is None else torch.device(device)
-    except RuntimeError as error:
-        raise InvalidArgument(f"no such device: {device!r}") from error
-    if source is None:
-        cuda = torch.cuda.is_available() if wanted is None else wanted.type == "cuda"
-        source = "cuda" if cuda else "host"
-    _known_source(source)
-    kind = "cpu" if source == "host" else "cuda"
-    if wanted is not None and wanted.type != kind:
-        raise InvalidArgument(f"the source {source!r} has no memory on {wanted}")
-    if kind == "cpu":
-        return _SOURCES[source](torch.device("cpu"))
-    if not torch.cuda.is_available():
-        raise InvalidArgument('no CUDA device is available; use source="host" on this machine')
-    index = torch.cuda.current_device() if wanted is None or wanted.index is None else wanted.index
-    if index >= torch.cuda.device_count():
-        raise InvalidArgument(f"no such device: {wanted}; there are {torch.cuda.device_count()}")
-    return _SOURCES[source](torch.device("cuda", index))
-
-
-def _resolve_limit(limit: int | str | float | None, device: torch.device) -> int | None:
-    if limit is None:
-        return None
-    if not isinstance(limit, float):
-        return parse_size(limit)
-    if not 0 < limit <= 1:
-        raise InvalidArgument(f"a limit that is a fraction lies over 0 and up to 1, not {limit}")
-    return int(limit * _device_memory(device))
-
-
-def _device_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -32,7 +32,7 @@ HOST_LAYERS = [
     {"sizes", "kernels", "_benchmarks", "testing"},
     {"sources", "heap_state"},
     {"cache", "heap"},
-    {"tensors"},
+    {"tensors", "arena_options"},
     {"interop"},
     {"arena"},
     {"__init__"},
