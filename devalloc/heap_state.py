@@ -266,7 +266,8 @@ class State:
             used=capacity - free,
             free=free,
             largest_free=self.largest_free(),
-            peak=self._word(layout.PEAK.value) * PAGE_BYTES,
+            # Kernels follow the peak only when they give pages back.
+            peak=max(self._word(layout.PEAK.value), self._word(layout.USED.value)) * PAGE_BYTES,
             allocations=allocations,
             frees=allocations - live_now,
             failures=failures + failures_before,

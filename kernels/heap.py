@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_load, fence
-from .bits import comb, divide, low_mask, lowest_bit, lsr, mix, popcount, select_bit
+from .bits import divide, lsr, mix, popcount, select_bit
 from .lanes import (
     any_lane,
     count_lanes,
@@ -31,7 +31,6 @@ from .layout import (
     E_INVALID_FREE,
     E_OUT_OF_MEMORY,
     ERRORS,
-    G_PAGE_WORDS,
     G_PAGES,
     KIND_FREE,
     KIND_RUN,
@@ -41,7 +40,6 @@ from .layout import (
     RUNS,
     class_bytes,
     is_slab,
-    live_words_ptr,
     load_base,
     load_geometry,
     page_bits_ptr,
@@ -55,16 +53,21 @@ from .layout import (
     stripe_credits,
     stripe_place,
 )
-from .pages import release_run
+from .live import claim_any, claim_tickets, clear, heard, live_bit, ticket_slot
+from .pages import count_taken, release_run
 from .record import record_error
 from .slabs import (
+    DRY_PAGES,
+    POLLS,
     WHOLE_PAGES,
     await_slots,
     find_run,
     find_slots,
     half_used,
+    is_drawing,
     is_hidden,
     is_idle,
+    open_whole,
     own_stripe,
     prefetch,
     settle,
@@ -82,68 +85,12 @@ def report_lanes(heap, kind: tl.constexpr, flags, addr, size):
 
 
 @triton.jit
-def live_bit(heap, page, granule):
-    """Where the live bit of granule ``granule`` of ``page`` (int32) is: pointer and bit."""
-    ptr = live_words_ptr(heap, page) + (granule & 63)
-    return ptr, (granule & 0).to(tl.int64) + 1 << (granule >> 6).to(tl.int64)
-
-
-@triton.jit
 def address_of(heap, page, granule):
     offset = (page.to(tl.int64) << PAGE_LOG2) + (granule << 4).to(tl.int64)
     return load_base(heap) + offset
 
 
 # malloc ---------------------------------------------------------------------------------------
-
-
-@triton.jit
-def claim(heap, page, granule, active):
-    """Set live bits. Returns the words as they were, and which lanes were not the first."""
-    ptr, bit = live_bit(heap, page, granule)
-    old = tl.atomic_or(ptr, bit, mask=active, sem="relaxed")
-    return old, active & ((old & bit) != 0)
-
-
-@triton.jit
-def another(old, granule, size):
-    """Where to try next when the live bit of ``granule`` was set, of a slot of ``size`` bytes, and
-    its word was ``old``: another slot in that word, by a hash, or else the next slot of the page,
-    which is in another word. Every lane was promised a slot of its page, so it will find one."""
-    step = size >> 4  # granules from slot to slot
-    end = slots_of(size) * step
-    salt = mix(program_index() * 4096 + lane_index(granule) + granule)
-    # Slots of the class in this word are `apart` bits apart.
-    apart = step >> tl.minimum(lowest_bit(step.to(tl.int64)), 6)
-    first = (granule >> 6) % apart
-    last = (end - step - (granule & 63)) >> 6
-    clear = (old ^ -1) & (comb(apart) << first.to(tl.int64)) & low_mask((last + 1).to(tl.int64))
-    choices = popcount(clear)
-    other = (select_bit(clear, salt % tl.maximum(choices, 1)) << 6) + (granule & 63)
-    beyond = tl.where(granule + step < end, granule + step, 0)
-    return tl.where(choices > 0, other, beyond)
-
-
-@triton.jit
-def claim_any(heap, page, granule, size, active):
-    """Set live bits, each of the slot at ``granule`` or of another of the page. Returns the
-    granules of the slots that the lanes have now."""
-    old, lost = claim(heap, page, granule, active)
-    while any_lane(lost):
-        granule = tl.where(lost, another(old, granule, size), granule)
-        old, lost = claim(heap, page, granule, lost)
-    return granule
-
-
-@triton.jit
-def ticket_slot(word, rank, size, active):
-    """``(page, granule)`` of tickets: the ``rank``-th of those that a subtraction from stripe word
-    ``word`` returned. Inactive lanes get 0 and 0, or they might index something wild."""
-    slots = slots_of(size)
-    first, batch = stripe_place(word)
-    ticket = tl.where(active, batch * slots - stripe_credits(word).to(tl.int32) + rank, 0)
-    step = divide(ticket, slots)
-    return tl.where(active, first + step, 0), (ticket - step * slots) * (size >> 4)
 
 
 @triton.jit
@@ -158,14 +105,14 @@ def find_class(heap, cls, rank, active, need, crossed):
     k = tl.where(drawn, stripe_credits(place), 0).to(tl.int32)
     total = tl.where(drawn, (popcount(pages) << k).to(tl.int64), stripe_credits(place))
     got = active & (rank < total)
-    page, granule = ticket_slot(tl.where(drawn, 0, place), rank, size, got)
+    page, slot = ticket_slot(tl.where(drawn, 0, place), rank, size, got)
     first, _batch = stripe_place(place)
     at = select_bit(pages + rank.to(tl.int64) * 0, tl.where(got, rank >> k, 0))
     salt = mix(program_index() * 4096 + rank)
-    anywhere = ((salt & 0xFFFF) * slots_of(size) >> 16) * (size >> 4)
+    anywhere = (salt & 0xFFFF) * slots_of(size) >> 16
     page = tl.where(got & drawn, first + at, page)
-    granule = tl.where(got & drawn, anywhere, granule)
-    return page, granule, got, total > 0
+    slot = tl.where(got & drawn, anywhere, slot)
+    return page, slot * (size >> 4), got, total > 0
 
 
 @triton.jit
@@ -180,28 +127,41 @@ def malloc_any(heap, nbytes, active):
     size = class_bytes(cls)
     word = tl.full((), 0, tl.int64)
     duty = count * 0
-    if (count > 0) & (count < slots_of(size) * WHOLE_PAGES):
+    half = count < 0
+    whole = half
+    if is_block(nbytes):
+        whole = count >= slots_of(size) * WHOLE_PAGES
+    if (count > 0) & (whole == 0):
         word = tl.atomic_add(own_stripe(heap, cls), -count.to(tl.int64), sem="acquire")
         duty += ((stripe_credits(word) >= 0) & (stripe_credits(word) < count)).to(tl.int32)
+        half = half_used(word, slots_of(size), count)
         if is_block(nbytes):
             # (A scalar waits further down, where it costs fewer registers.)
             if stripe_credits(word) < 0:
-                word, duty = await_slots(heap, cls, count)
+                whole = count >= slots_of(size) * DRY_PAGES
+                if (whole == 0) & (count == count_lanes(small)):
+                    word, duty = await_slots(heap, cls, count)
+    if is_block(nbytes):
+        if whole:
+            word = open_whole(heap, cls, count)
     credits = stripe_credits(word)
     got = same & (rank < credits)
-    page, granule = ticket_slot(word, rank, size, got)
-    old, lost = claim(heap, page, granule, got)
+    page, granule, old, taken = claim_tickets(heap, word, rank, count, size, got)
     addr = tl.where(got, address_of(heap, page, granule), 0)
-    rest = tl.where(got, lost, active & (nbytes != 0))
-    half = half_used(word, slots_of(size), count)
-    if any_lane(rest) | half:
+    rest = active & (got == 0) & (nbytes != 0)
+    if any_lane(rest | (taken != 0)) | half:
         if is_block(rest):
-            if half:
-                prefetch(heap, cls, stripe_place(word)[1])
+            ptr, bit = live_bit(heap, page, granule)
+            lost, old = heard(ptr, bit, old, taken)
+            lost = lost & got
             crossed = same & (got == 0) & (duty != 0)
-            granule = tl.where(lost, another(old, granule, size), granule)
-            more = malloc_rest(heap, nbytes, classes, rest, same, lost, crossed, page, granule)
-            addr = tl.where(rest, more, addr)
+            halves = same & half
+            # Of whole pages there were too few: no refill is under way.
+            polls = tl.where(whole, 0, count * 0 + POLLS)
+            more = malloc_rest(
+                heap, nbytes, classes, rest, same, crossed, halves, polls, page, granule, old, lost
+            )
+            addr = tl.where(rest | lost, more, addr)
         else:
             addr = malloc_rest_scalar(heap, nbytes, addr, word, old)
     tl.debug_barrier()
@@ -217,71 +177,88 @@ def malloc_rest_scalar(heap, nbytes, addr, word, old):
     one = (word & 0).to(tl.int32) + 1
     cls = size_class(tl.minimum(tl.maximum(nbytes, 1), MAX_SLOT).to(tl.int32))
     size = class_bytes(cls)
-    _inside, page, granule = locate(heap, addr, addr != 0)
-    placed = addr != 0
-    if placed:
+    ticket = addr != 0
+    _inside, page, granule = locate(heap, addr, ticket)
+    lost = ticket & (ticket == 0)
+    placed = lost
+    if ticket:
         if half_used(word, slots_of(size), one):
-            prefetch(heap, cls, stripe_place(word)[1])
+            prefetch(heap, cls)
         _ptr, bit = live_bit(heap, page, granule)
-        placed = (old & bit) != 0
-        granule = another(old, granule, size)
+        lost = (old & bit) != 0
     elif nbytes > MAX_SLOT:
         addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
     elif nbytes > 0:
         duty = (stripe_credits(word) == 0).to(tl.int32)
         page, granule, placed, _any = find_class(heap, cls, one * 0, one == 1, one, duty)
-    if placed:
-        addr = address_of(heap, page, claim_any(heap, page, granule, size, placed))
+    if placed | lost:
+        addr = address_of(heap, page, claim_any(heap, page, granule, size, placed, old, lost))
     if (addr == 0) & (nbytes != 0):
         kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
         record_error(heap, one * 0 + kind, addr, nbytes, one)
-    # What the slot's last owner did happens before anything that we will.
-    fence(heap + ERRORS)
+    if placed | lost:
+        # What the slot's last owner did happens before anything that we will.
+        fence(heap + ERRORS)
     return addr
 
 
 @triton.jit
-def malloc_rest(heap, nbytes, classes, rest, same, placed, crossed, page, granule):
-    """Serve the lanes in ``rest``: the ``placed`` ones, which lost their slot and know where to
-    try next, those of other classes than the first (which the ``same`` lanes have), those that
-    came to a dry stripe, and large and impossible sizes. Returns the addresses in these lanes."""
-    pending = rest & (nbytes > 0) & (nbytes <= MAX_SLOT) & (placed == 0)
-    others = pending & (same == 0)
+def malloc_rest(
+    heap, nbytes, classes, rest, same, crossed, halves, polls, page, granule, old, lost
+):
+    """Serve the lanes in ``rest``: those of other classes than the first (which the ``same`` lanes
+    have), those that came to a dry stripe, and large and impossible sizes; and the ``lost`` ones,
+    whose slot at ``page`` and ``granule`` somebody else has, as the ``old`` word of live bits says.
+    Returns the addresses in these lanes. The ``crossed`` lanes' stripes are ours to refill; those
+    of ``halves`` are half used; ``polls`` is how often to look at the others before searching."""
+    pending = rest & (nbytes > 0) & (nbytes <= MAX_SLOT)
+    placed = pending & (pending == 0)
     sizes = class_bytes(classes)
-    if any_lane(others):
-        stripes = own_stripe(heap, classes)
-        one = tl.full(nbytes.shape, 1, tl.int64)
-        word = tl.atomic_add(stripes, -one, mask=others, sem="relaxed")
-        credits = stripe_credits(word)
-        got = others & (credits > 0)
-        other_page, other_granule = ticket_slot(word, classes * 0, sizes, got)
-        page = tl.where(got, other_page, page)
-        granule = tl.where(got, other_granule, granule)
-        placed = placed | got
-        pending = pending & (got == 0)
-        crossed = crossed | (others & (credits == 0))
-        halves = others & half_used(word, slots_of(sizes), 1)
-        while any_lane(halves):
-            cls = pick(classes, first_lane(halves))
-            prefetch(heap, cls, pick(stripe_place(word)[1], first_lane(halves)))
-            halves = halves & (classes != cls)
+    stripes = own_stripe(heap, classes)
+    tries = pending & (same == 0)
     while any_lane(pending):
+        if any_lane(tries):
+            # A ticket for each lane of its own.
+            one = tl.full(nbytes.shape, 1, tl.int64)
+            word = tl.atomic_add(stripes, -one, mask=tries, sem="relaxed")
+            credits = stripe_credits(word)
+            got = tries & (credits > 0)
+            new_page, slot = ticket_slot(word, classes * 0, sizes, got)
+            page = tl.where(got, new_page, page)
+            granule = tl.where(got, slot * (sizes >> 4), granule)
+            placed = placed | got
+            pending = pending & (got == 0)
+            crossed = crossed | (tries & (credits == 0))
+            halves = halves | (tries & half_used(word, slots_of(sizes), 1))
         # Refills that are ours come first: whoever waits for us may be waited for by us.
         duty = pending & crossed
         ours = any_lane(duty).to(tl.int32)
-        cls = pick(classes, first_lane(tl.where(ours != 0, duty, pending)))
-        now = pending & (classes == cls)
-        found_page, found_granule, got, found = find_class(
-            heap, cls, rank_of(now), now, count_lanes(now), ours
-        )
-        page = tl.where(got, found_page, page)
-        granule = tl.where(got, found_granule, granule)
-        placed = placed | got
-        # Nothing is left of the class: its lanes fail.
-        pending = pending & tl.where(found, got == 0, now == 0)
-        crossed = crossed & (now == 0)
-    granule = claim_any(heap, page, granule, sizes, placed)
-    addr = tl.where(placed, address_of(heap, page, granule), 0)
+        tries = pending & (pending == 0)
+        if (ours == 0) & (polls > 0):
+            # Wait for all classes at once, until there are credits again, but not for ever, and
+            # not if there are slots to be drawn.
+            now = atomic_load(stripes, pending)
+            tries = pending & (stripe_credits(now) >= 0)
+            polls = tl.where(any_lane(pending & is_drawing(now)), 0, polls - 1)
+        elif any_lane(pending):
+            cls = pick(classes, first_lane(tl.where(ours != 0, duty, pending)))
+            now = pending & (classes == cls)
+            found_page, found_granule, got, found = find_class(
+                heap, cls, rank_of(now), now, count_lanes(now), ours
+            )
+            page = tl.where(got, found_page, page)
+            granule = tl.where(got, found_granule, granule)
+            placed = placed | got
+            # Nothing is left of the class: its lanes fail.
+            pending = pending & tl.where(found, got == 0, now == 0)
+            crossed = crossed & (now == 0)
+            polls = tl.full((), POLLS, tl.int32)
+    while any_lane(halves):
+        cls = pick(classes, first_lane(halves))
+        prefetch(heap, cls)
+        halves = halves & (classes != cls)
+    granule = claim_any(heap, page, granule, sizes, placed, old, lost)
+    addr = tl.where(placed | lost, address_of(heap, page, granule), 0)
     large = rest & (nbytes > MAX_SLOT)
     at = first_lane(large)
     while at < large.shape[0]:
@@ -302,12 +279,14 @@ def malloc_run(heap, length):
     if length <= load_geometry(heap, G_PAGES):
         page = find_run(heap, length.to(tl.int32))
         if page >= 0:
-            tl.atomic_add(heap + RUNS, length * 0 + 1, sem="relaxed")
-            tl.atomic_xchg(page_word_ptr(heap, page), length + RUN, sem="relaxed")
-            # What the pages' last owners did before us; and the page word before the live bit.
-            fence(heap + RUNS)
+            state = length + RUN
+            free_word = tl.atomic_xchg(page_word_ptr(heap, page), state, sem="relaxed")
+            # The page word before the live bit, or a wrong free could come between: the bit is
+            # made from what the exchange returned, which is nothing (KIND_FREE).
             ptr, bit = live_bit(heap, page, page * 0)
-            tl.atomic_or(ptr, bit, sem="relaxed")
+            tl.atomic_or(ptr, bit | free_word, sem="relaxed")
+            count_taken(heap, length.to(tl.int32))
+            tl.atomic_add(heap + RUNS, length * 0 + 1, sem="relaxed")
             addr = address_of(heap, page, page * 0)
     return addr
 
@@ -334,83 +313,50 @@ def needs_care(word):
 @triton.jit
 def free_any(heap, addr, active):
     """:func:`free` for int64 addresses."""
-    words = heap + load_geometry(heap, G_PAGE_WORDS)
     active = active & (addr != 0)
     inside, page, granule = locate(heap, addr, active)
-    ptr, bit = live_bit(heap, page, granule)
     # What this program wrote happens before anything that the next owner does.
     fence(heap + ERRORS)
-    old = tl.atomic_and(ptr, bit ^ -1, mask=inside, sem="relaxed")
-    freed = inside & ((old & bit) != 0)
-    # Out of the account. Sixteen neighbouring lanes in one page, the usual case, need one
-    # subtraction.
-    if is_block(freed):
-        lanes: tl.constexpr = freed.shape[0]
-        width: tl.constexpr = 16 if lanes > 16 else lanes
-        group_page = tl.reshape(tl.where(freed, page, -1), (lanes // width, width))
-        top = tl.max(group_page, axis=1)
-        total = tl.sum((group_page >= 0).to(tl.int32), axis=1)
-        agree = (tl.sum((group_page == top[:, None]).to(tl.int32), axis=1) == total) & (total > 0)
-        change = -total.to(tl.int64)
-        group_ptr = words + tl.where(agree, top, 0)
-        group_now = tl.atomic_add(group_ptr, change, mask=agree, sem="relaxed") + change
-        shared = spread(agree, width)
-        alone = freed & (shared == 0)
-        one = tl.full(freed.shape, 1, tl.int64)
-        now = tl.atomic_add(words + page, -one, mask=alone, sem="relaxed") - one
-        care = (agree & needs_care(group_now)).to(tl.int32)
-        if (
-            tl.sum(care, axis=0) + count_lanes((alone & needs_care(now)) | (active & (freed == 0)))
-            > 0
-        ):
-            # One lane speaks for its group.
-            speaks = shared & (lane_index(freed) % width == 0)
-            now = tl.where(speaks, spread(group_now, width), now)
-            at = tl.where(speaks, spread(top, width), page)
-            free_rest(heap, addr, active, inside, page, granule, freed, at, now, speaks | alone)
-    else:
-        one = tl.full((), 1, tl.int64)
-        now = tl.atomic_add(words + page, -one, mask=freed, sem="relaxed") - one
-        if (freed & needs_care(now)) | (active & (freed == 0)):
+    freed, speaks, counts = clear(heap, page, granule, inside)
+    # Out of the account.
+    change = counts.to(tl.int64)
+    ptr = page_word_ptr(heap, page)
+    now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change
+    wrong = active & (freed == 0)
+    if any_lane((speaks & needs_care(now)) | wrong):
+        if is_block(freed):
+            free_rest(heap, addr, page, granule, inside, wrong, now, speaks)
+        else:
             free_rest_scalar(
-                heap, addr, page, granule, inside.to(tl.int32), freed.to(tl.int32), now
+                heap, addr, page, granule, inside.to(tl.int32), wrong.to(tl.int32), now
             )
 
 
-@triton.jit
-def spread(values, width: tl.constexpr):
-    """Every element ``width`` times: what holds for a group of lanes, for each of them."""
-    groups: tl.constexpr = values.shape[0]
-    return tl.reshape(tl.broadcast_to(values[:, None], (groups, width)), (groups * width,))
-
-
 @triton.jit(noinline=True)
-def free_rest_scalar(heap, addr, page, granule, inside, freed, now):
+def free_rest_scalar(heap, addr, page, granule, inside, wrong, now):
     """:func:`free_rest` for a scalar; flags are int32. Returns 0."""
-    acts = freed != 0
-    free_rest(heap, addr, page == page, inside != 0, page, granule, acts, page, now, acts)
+    free_rest(heap, addr, page, granule, inside != 0, wrong != 0, now, wrong == 0)
     return page * 0
 
 
 @triton.jit
-def free_rest(heap, addr, active, inside, page, granule, freed, at, now, acts):
+def free_rest(heap, addr, page, granule, inside, wrong, now, acts):
     """What is left to do after the subtraction: give back runs, settle pages, report what was
-    freed wrongly. The lanes in ``acts`` subtracted from page ``at``, and ``now`` came of it."""
+    freed wrongly. The lanes in ``acts`` subtracted, and ``now`` came of it."""
     runs = acts & (page_kind(now) == KIND_RUN)
     first = first_lane(runs)
     while any_lane(runs & (lane_index(runs) == first)):
-        free_run(heap, pick(at, first), pick(page_out(now), first) + 1)
+        free_run(heap, pick(page, first), pick(page_out(now), first) + 1)
         first = first_lane(runs & (lane_index(runs) > first))
     asks = acts & (is_idle(now) | is_hidden(now))
     if has_wide_cas():
         if any_lane(asks):
-            settle(heap, at, now, asks)
+            settle(heap, page, now, asks)
     else:
         first = first_lane(asks)
         while any_lane(asks & (lane_index(asks) == first)):
-            settle(heap, pick(at, first), pick(now, first), first >= 0)
+            settle(heap, pick(page, first), pick(now, first), first >= 0)
             first = first_lane(asks & (lane_index(asks) > first))
-    wrong = active & (freed == 0)
     if any_lane(wrong):
         # Nothing lives at a well-formed address: freed before, or never handed out.
         state = atomic_load(page_word_ptr(heap, page), wrong & inside)

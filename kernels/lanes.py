@@ -63,6 +63,21 @@ def pick(values, lane):
 
 
 @triton.jit
+def bitwise_or(a, b):
+    return a | b
+
+
+@triton.jit
+def or_lanes(words):
+    """The union of the lanes' words of bits."""
+    if is_block(words):
+        union = tl.reduce(words, 0, bitwise_or)
+    else:
+        union = words
+    return union
+
+
+@triton.jit
 def rank_of(flags):
     """How many of the lanes before are flagged too (int32); of no meaning where not flagged."""
     if is_block(flags):

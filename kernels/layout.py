@@ -187,6 +187,13 @@ def program_index():
     return tl.program_id(0) + x * (tl.program_id(1) + y * tl.program_id(2))
 
 
+@triton.jit
+def program_count():
+    """How many programs the launch has (int32, at most 2**30)."""
+    plane = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
+    return tl.minimum(tl.minimum(plane, 1 << 30) * tl.num_programs(2), 1 << 30).to(tl.int32)
+
+
 # Size classes ---------------------------------------------------------------------------------
 #
 #   0..7     16, 32, ... 128

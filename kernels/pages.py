@@ -74,14 +74,6 @@ def leave_transit(heap, put_back):
 
 
 @triton.jit
-def bump_epoch(heap):
-    """Say that memory became free. Comes after the memory can be found."""
-    ptr = transit_ptr(heap)
-    fence(ptr)
-    tl.atomic_add(ptr, tl.full((), 1, tl.int64), sem="relaxed")
-
-
-@triton.jit
 def collect(heap):
     """The sum of all epochs, or -1 while anything is in hand.
 
@@ -100,31 +92,38 @@ def collect(heap):
 
 @triton.jit
 def give_pages(heap, chunk, bits, active):
-    """Set page bits: the pages become free. Blocks of 64 lanes; inactive lanes do nothing.
-    The caller moves the epoch afterwards.
+    """Set page bits: the pages become free. Scalars or blocks; inactive lanes do nothing, and
+    several lanes may name one chunk. The caller is in transit.
 
-    The caller has fenced since it learnt that nobody uses the pages any more. Every hint that
-    the word now deserves is set, not only the new ones: another give may have
-    raised the word before and not yet have set its hints, and this one must be findable when it
-    returns.
+    The caller has fenced since it learnt that nobody uses the pages any more. Only the hints that
+    the word now deserves and did not before are set: another give that raised the word before us
+    may not yet have set its own, but it is in transit until it has.
     """
     old = tl.atomic_or(page_bits_ptr(heap, chunk), bits, mask=active, sem="relaxed")
     run = tl.where(active, old | bits, 0)
-    # The bits before the hints: dropping a hint relies on it.
-    fence(heap + USED)
+    was = tl.where(active, old, 0)
+    # The bits before the hints, as dropping a hint relies on: which are set depends on `old`.
     bit = (bits & 0) + 1 << (chunk & 63).to(tl.int64)
     for order in tl.static_range(ORDERS):
-        tl.atomic_or(hint_ptr(heap, order, chunk), bit, mask=run != 0, sem="relaxed")
+        gained = (run != 0) & (was == 0)
+        tl.atomic_or(hint_ptr(heap, order, chunk), bit, mask=gained, sem="relaxed")
         if order + 1 < ORDERS:
             run = run & lsr(run, 1 << order)
+            was = was & lsr(was, 1 << order)
 
 
 @triton.jit
-def count_pages(heap, pages):
-    """Add ``pages`` (int32, may be negative) to the pages in use and follow the peak."""
-    used = tl.atomic_add(heap + USED, pages.to(tl.int64), sem="relaxed")
-    if pages > 0:
-        tl.atomic_max(heap + PEAK, used + pages, sem="relaxed")
+def count_taken(heap, pages):
+    """Add ``pages`` (int32) to the pages in use."""
+    tl.atomic_add(heap + USED, pages.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def count_given(heap, pages):
+    """Subtract ``pages`` (int32) from the pages in use, and follow the peak: the most there ever
+    was is what there was before some page was given back, or what there is now."""
+    used = tl.atomic_add(heap + USED, -pages.to(tl.int64), sem="relaxed")
+    tl.atomic_max(heap + PEAK, used, sem="relaxed")
 
 
 @triton.jit
@@ -176,74 +175,109 @@ def first_hinted(heap, row, cursor):
     return found, word
 
 
+@triton.jit
+def one_of(choices, salt):
+    """A number in [0, choices), 1 <= choices <= 2**16, from 15 bits of a hash."""
+    return ((salt & 0x7FFF) * choices) >> 15
+
+
+@triton.jit
+def hinted_chunk(hints, width, salt):
+    """One of the first ``width`` bits set in ``hints``. (Other bits of the hash than those that
+    chose the word, or all who came to it would meet in one chunk.)"""
+    return select_bit(hints, one_of(tl.minimum(popcount(hints), width), salt >> 16))
+
+
+@triton.jit
+def choose_start(start, n, salt):
+    """Which of the bits set in ``start`` a run of ``n`` pages is to begin at: the lowest, or for a
+    single page the first from a hashed one on."""
+    by = tl.where(n == 1, salt & 63, 0)
+    turned = lsr(start, by.to(tl.int64)) | (start << (-by & 63).to(tl.int64))
+    return (lowest_bit(turned) + by) & 63
+
+
 @triton.jit(noinline=True)
-def take_within_chunk(heap, n):
+def take_within_chunk(heap, n, takers):
     """Take ``n`` in [1, 63] adjacent pages of one chunk. Returns the first page, -1 if none.
 
-    First fit by address, over a few candidates so that programs do not meet on one word. After a
-    collision the choice widens, fourfold each time, and it is hashed, never the neighbour.
+    First fit by address, but over some candidates, so that programs do not meet on one word: over
+    twice as many chunks as would be filled if each of ``takers`` programs took as many pages. One
+    of these, from the front of the heap, is taken to be all free without looking: what comes back
+    from the attempt is the look. Then the hints lead. After a collision the choice widens, fourfold
+    each time, and it is hashed, never the neighbour.
     """
     lane = tl.arange(0, 64)
     order = floor_log2(n)
+    words = load_geometry(heap, G_ROW_WORDS).to(tl.int32)
+    chunks = (load_geometry(heap, G_PAGES).to(tl.int32) + CHUNK_PAGES - 1) >> 6
     salt = mix(program_index())
-    width = tl.full((), 16, tl.int32)
+    width = tl.maximum(tl.minimum(takers, 1 << 16) * n >> 5, 16)
     cursor = tl.full((), 0, tl.int32)  # nothing fits before
-    first = tl.full((), 0, tl.int32)  # where to look first
+    first = one_of(tl.minimum((width >> 6) + 1, words), salt >> 10)  # where to look first
     page = tl.full((), -1, tl.int32)
-    index, hints = first_hinted(heap, order, cursor)
-    while (page < 0) & (index != FAR):
-        # One hinted chunk is looked at alone; mostly it serves.
-        target = index * 64 + select_bit(hints, salt % tl.minimum(popcount(hints), width))
-        word = atomic_load(page_bits_ptr(heap, target))
-        start = run_starts(word, n)
-        if start == 0:
-            # If not, all 64 of the hint word at once.
-            hinted = (lsr(hints, lane.to(tl.int64)) & 1) != 0
-            words = atomic_load(page_bits_ptr(heap, index * 64 + lane), hinted)
-            fits = lane_bits(run_starts(words, n) != 0)
-            if fits == 0:
-                stale = hints & (lane_bits(run_starts(words, (n * 0 + 1) << order) != 0) ^ -1)
-                if stale != 0:
-                    drop_hints(heap, order, index, stale)
-                cursor = tl.where(first <= cursor, index + 1, cursor)
-                first = index + 1
-            else:
-                at = select_bit(fits, salt % tl.minimum(popcount(fits), width))
-                word = tl.sum(tl.where(lane == at, words, 0), axis=0)
-                target = index * 64 + at
-                start = run_starts(word, n)
-        if start != 0:
+    target = one_of(tl.minimum(width, chunks), salt)
+    word = tl.full((), -1, tl.int64)
+    start = word
+    at = tl.where(n == 1, salt & 63, 0)
+    while (page < 0) & (cursor < words):
+        tries = tl.full((), 4, tl.int32)
+        while (page < 0) & (start != 0) & (tries > 0):
             ptr = page_bits_ptr(heap, target)
+            run = low_mask(n.to(tl.int64)) << at.to(tl.int64)
+            # (Both acquire: what the pages' last owners did happens before us.)
             if n == 1:
                 # Clearing one bit needs no agreement on the others.
-                free = tl.minimum(popcount(start), width)
-                at = select_bit(start, (salt >> 8) % free)
-                bit = tl.full((), 1, tl.int64) << at.to(tl.int64)
-                old = tl.atomic_and(ptr, bit ^ -1, sem="relaxed")
-                if (old & bit) != 0:
-                    page = target * 64 + at
+                old = tl.atomic_and(ptr, run ^ -1, sem="acquire")
+                taken = (old & run) != 0
             else:
-                tries = tl.full((), 4, tl.int32)
-                while (page < 0) & (start != 0) & (tries > 0):
-                    at = lowest_bit(start)
-                    run = low_mask(n.to(tl.int64)) << at.to(tl.int64)
-                    old = atomic_cas(ptr, word, word & (run ^ -1))
-                    if old == word:
-                        page = target * 64 + at
-                    word = old
-                    start = run_starts(word, n)
-                    tries -= 1
-            if page < 0:
-                salt = mix(salt)
-                width = tl.minimum(width * 4, 1 << 16)
-                first = salt % tl.minimum((width >> 6) + 1, load_geometry(heap, G_ROW_WORDS)).to(
-                    tl.int32
-                )
+                old = tl.atomic_cas(ptr, word, word & (run ^ -1), sem="acquire")
+                taken = old == word
+            if taken:
+                page = target * 64 + at
+            else:
+                word = old
+                start = run_starts(word, n)
+                at = choose_start(start, n, salt)
+                tries -= 1
+        if (page < 0) & (start != 0):
+            salt = mix(salt)
+            width = tl.minimum(width * 4, 1 << 16)
+            first = one_of(tl.minimum((width >> 6) + 1, words), salt >> 10)
         if page < 0:
-            index, hints = first_hinted(heap, order, tl.maximum(cursor, first))
+            index = tl.maximum(cursor, first)
+            hints = atomic_load(hint_ptr(heap, order, index * 64))
+            if hints == 0:
+                index, hints = first_hinted(heap, order, index)
+            start = word & 0
             if index == FAR:
+                # Nothing from there on. All over from the front, or there is nothing at all.
+                cursor = tl.where(first > cursor, cursor, FAR)
                 first = tl.full((), 0, tl.int32)
-                index, hints = first_hinted(heap, order, cursor)
+            else:
+                # One hinted chunk is looked at alone; mostly it serves.
+                target = index * 64 + hinted_chunk(hints, width, salt)
+                word = atomic_load(page_bits_ptr(heap, target))
+                start = run_starts(word, n)
+                if start == 0:
+                    # If not, all 64 of the hint word at once.
+                    hinted = (lsr(hints, lane.to(tl.int64)) & 1) != 0
+                    bits = atomic_load(page_bits_ptr(heap, index * 64 + lane), hinted)
+                    fits = lane_bits(run_starts(bits, n) != 0)
+                    if fits == 0:
+                        stale = hints & (
+                            lane_bits(run_starts(bits, (n * 0 + 1) << order) != 0) ^ -1
+                        )
+                        if stale != 0:
+                            drop_hints(heap, order, index, stale)
+                        cursor = tl.where(first <= cursor, index + 1, cursor)
+                        first = tl.where(index + 1 < words, index + 1, 0)
+                    else:
+                        at = hinted_chunk(fits, width, salt)
+                        word = tl.sum(tl.where(lane == at, bits, 0), axis=0)
+                        target = index * 64 + at
+                        start = run_starts(word, n)
+                at = choose_start(start, n, salt)
     return page
 
 
@@ -366,24 +400,28 @@ def take_chunks(heap, n):
 
 
 @triton.jit
-def take_pages(heap, n):
+def take_pages(heap, n, takers):
     """Take ``n`` >= 1 adjacent pages (int32). Returns the first page (int32), -1 if none.
 
-    Up to 63 pages lie in one chunk; more begin at a chunk. -1 says only that this search found
-    nothing: whether that means exhaustion is for the caller to decide (:func:`collect`).
+    ``takers``: how many programs may be about to do the same. Up to 63 pages lie in one chunk;
+    more begin at a chunk. -1 says only that this search found nothing: whether that means
+    exhaustion is for the caller to decide (:func:`collect`).
     """
     page = tl.full((), -1, tl.int32)
     if n < CHUNK_PAGES:
-        page = take_within_chunk(heap, n)
+        page = take_within_chunk(heap, n, takers)
     elif n.to(tl.int64) <= load_geometry(heap, G_PAGES):
         page = take_chunks(heap, n)
+        # What the pages' last owners did happens before us.
+        fence(heap + USED)
     return page
 
 
 @triton.jit(noinline=True)
 def release_run(heap, page, n):
     """Free the ``n`` pages (int32 scalars) of a run; returns 0."""
-    count_pages(heap, -n)
+    enter_transit(heap)
+    count_given(heap, n)
     give_run(heap, page, n)
-    bump_epoch(heap)
+    leave_transit(heap, n * 0 + 1)
     return n * 0

@@ -48,7 +48,7 @@ import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
 from .bits import floor_log2, lowest_bit, lsr, mix, popcount, select_bit
-from .lanes import any_lane, cas_lanes, count_lanes, lane_index
+from .lanes import any_lane, cas_lanes, count_lanes, first_lane, lane_index, or_lanes, pick
 from .layout import (
     ATTACHED,
     CLASS_SHIFT,
@@ -73,6 +73,7 @@ from .layout import (
     page_class,
     page_out,
     page_word_ptr,
+    program_count,
     program_index,
     stripe_credits,
     stripe_place,
@@ -81,7 +82,8 @@ from .layout import (
 from .pages import (
     FAR,
     collect,
-    count_pages,
+    count_given,
+    count_taken,
     enter_transit,
     first_hinted,
     give_pages,
@@ -97,6 +99,8 @@ FLUSH_ALL = tl.constexpr(2)
 POLLS = tl.constexpr(256)
 WAITS = tl.constexpr(4)
 WHOLE_PAGES = tl.constexpr(4)  # who can fill so many pages at once gets pages of its own
+DRY_PAGES = tl.constexpr(2)  # or so many, if the stripe is dry
+MAX_DEBT = tl.constexpr(1 << 30)
 REFILLING = tl.constexpr(-1)  # stripe word without a batch and below zero: somebody refills
 
 
@@ -165,8 +169,15 @@ def settle(heap, page, word, asks):
     tl.atomic_or(hint, bit, mask=published, sem="relaxed")
     count = count_lanes(retired)
     if count > 0:
-        count_pages(heap, -count)
-        give_pages(heap, page >> 6, (word & 0) + 1 << (page & 63).to(tl.int64), retired)
+        count_given(heap, count)
+        # One lane gives all pages of its chunk, mostly the only one.
+        first = first_lane(retired)
+        own = (word & 0) + 1 << (page & 63).to(tl.int64)
+        beside = retired & (page >> 6 == pick(page, first) >> 6)
+        all_bits = or_lanes(tl.where(beside, own, 0))
+        leads = lane_index(page) == first
+        bits = tl.where(leads, all_bits, own)
+        give_pages(heap, page >> 6, bits, retired & (leads | (beside == 0)))
     leave_transit(heap, count * 0 + 1)
 
 
@@ -233,13 +244,14 @@ def renew(heap, cls, old):
 
 
 @triton.jit(noinline=True)
-def open_pages(heap, cls, batch, used, state):
+def open_pages(heap, cls, batch, used, state, takers):
     """Take up to ``batch`` (1 to 63, int32) adjacent pages and make them slabs with ``state``
     (int64) in their page words, of which the first ``used`` slots are out. Returns a stripe word
-    whose credits are those slots, or 0 if there is no page. The caller is in transit."""
+    whose credits are those slots, or 0 if there is no page. ``takers`` as in ``take_pages``. The
+    caller is in transit."""
     page = tl.full((), -1, tl.int32)
     while (page < 0) & (batch > 0):
-        page = take_pages(heap, batch)
+        page = take_pages(heap, batch, takers)
         if page < 0:
             batch = batch >> 1
     result = tl.full((), 0, tl.int64)
@@ -258,7 +270,7 @@ def open_pages(heap, cls, batch, used, state):
             bit = tl.full((), 1, tl.int64) << (page >> 6 & 63).to(tl.int64)
             tl.atomic_or(hint_ptr(heap, ORDERS + cls, page >> 6), bit, sem="relaxed")
         tl.atomic_add(heap + GRANTED + cls, used.to(tl.int64), sem="relaxed")
-        count_pages(heap, batch)
+        count_taken(heap, batch)
         result = pack_stripe(page, batch, used)
     return result
 
@@ -278,17 +290,20 @@ def open_batch(heap, cls, previous):
     but a single page (``previous`` 0) when the heap is filling."""
     cap = load_geometry(heap, G_MAX_BATCH).to(tl.int32)
     batch = tl.minimum(tl.maximum(previous * 4, 1), cap)
-    return open_pages(heap, cls, batch, batch * class_slots(cls), (cls * 0).to(tl.int64) + ATTACHED)
+    used = batch * class_slots(cls)
+    stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
+    return open_pages(heap, cls, batch, used, (cls * 0).to(tl.int64) + ATTACHED, stripes)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def open_whole(heap, cls, need):
     """As many pages as the caller's ``need`` slots fill, but at least one: a stripe word that
     goes into no stripe, or 0. What the caller does not need of the last can be drawn."""
     slots = class_slots(cls)
     enter_transit(heap)
     batch = tl.minimum(tl.maximum(need // slots, 1), 32)
-    word = open_pages(heap, cls, batch, need, (cls * 0).to(tl.int64) + PUBLISHED)
+    state = (cls * 0).to(tl.int64) + PUBLISHED
+    word = open_pages(heap, cls, batch, need, state, program_count())
     leave_transit(heap, (word != 0).to(tl.int32))
     return word
 
@@ -510,11 +525,12 @@ def refill(heap, cls, need):
 
 
 @triton.jit(noinline=True)
-def prefetch(heap, cls, batch):
-    """Have a spare batch ready for the program's stripe of class ``cls``, whose batch of
-    ``batch`` pages (int32 scalars) is half used; returns 0."""
+def prefetch(heap, cls):
+    """Have a spare batch ready for the program's stripe of class ``cls`` (int32 scalar), whose
+    batch is half used; returns 0."""
     ptr = own_stripe(heap, cls) + SPARE
-    if (atomic_load(ptr) == 0) & (is_filling(heap) == 0):
+    _page, batch = stripe_place(atomic_load(ptr - SPARE))
+    if (atomic_load(ptr) == 0) & (batch > 0) & (is_filling(heap) == 0):
         enter_transit(heap)
         word = open_batch(heap, cls, batch)
         fence(ptr)
@@ -539,6 +555,15 @@ def own_stripe(heap, cls):
     return stripe_ptr(heap, cls, program_index() & (load_geometry(heap, G_STRIPES) - 1))
 
 
+@triton.jit
+def limit_debt(ptr, word):
+    """Bring the stripe word at ``ptr``, when it was ``word``, back to just below zero if it is very
+    far below. While everybody draws, nobody refills, and every request subtracts: in the end the
+    credits would wrap."""
+    if stripe_credits(word) < -MAX_DEBT:
+        atomic_cas(ptr, word, word - stripe_credits(word) - 1)
+
+
 @triton.jit(noinline=True)
 def await_slots(heap, cls, need):
     """Wait at the program's stripe of class ``cls``, which was dry when we came by (int32
@@ -559,6 +584,7 @@ def await_slots(heap, cls, need):
             duty = ((credits >= 0) & (credits < need)).to(tl.int32)
             polls = tl.where(credits >= 0, 0, polls)
         elif is_drawing(now):
+            limit_debt(ptr, now)
             polls = polls * 0
     return place, duty
 
@@ -642,7 +668,7 @@ def find_run(heap, n):
     quiet = n * 0
     before = tl.full((), -1, tl.int64)
     while (page < 0) & (quiet < 2):
-        page = take_pages(heap, n)
+        page = take_pages(heap, n, program_count())
         if page < 0:
             stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
             gained = flush(heap, n * 0, stripes * (2 * NUM_CLASSES), n * 0 + FLUSH_IDLE)
@@ -650,6 +676,4 @@ def find_run(heap, n):
             same = (gained == 0) & (after >= 0) & (after == before)
             quiet = tl.where(same, quiet + 1, 0)
             before = after
-    if page >= 0:
-        count_pages(heap, n)
     return page

@@ -19,7 +19,7 @@ KERNEL_LAYERS = [
     {"bits", "target"},
     {"layout", "atomics"},
     {"record", "lanes"},
-    {"pages"},
+    {"pages", "live"},
     {"slabs"},
     {"heap"},
     {"upkeep"},

@@ -1,0 +1,180 @@
+"""Live bits: one per granule of 16 bytes, set while an allocation begins there.
+
+Where a bit lies follows from the address alone (see ``layout``), so a free need not know what it
+frees. Slots of one page that are equally far apart come round to the same word again and again:
+of neighbouring slots of 64 bytes every sixteenth, of 1 KiB every one. So one lane speaks for all
+slots of its word: the tickets of a program are consecutive slots, and addresses that are freed
+together mostly are. A hundred lanes then need a handful of atomics.
+
+Shared words and their writers
+    *Live bits*: claim sets by `or`, free clears by `and`; a new run sets its own. Both return what
+    was there, so every bit that changes hands does so once, whoever else speaks for the word.
+"""
+
+import triton
+import triton.language as tl
+
+from .bits import comb, divide, low_mask, lowest_bit, mix, popcount, select_bit
+from .lanes import any_lane, first_lane, is_block, lane_index, pick
+from .layout import live_words_ptr, program_index, slots_of, stripe_credits, stripe_place
+
+
+@triton.jit
+def live_bit(heap, page, granule):
+    """Where the live bit of granule ``granule`` of ``page`` (int32) is: pointer and bit."""
+    ptr = live_words_ptr(heap, page) + (granule & 63)
+    return ptr, (granule & 0).to(tl.int64) + 1 << (granule >> 6).to(tl.int64)
+
+
+@triton.jit
+def word_period(unit):
+    """For slots ``unit`` granules apart: the logarithm of how many slots lie between two of one
+    word, and how many bits apart those are."""
+    even = tl.minimum(lowest_bit(unit.to(tl.int64)), 6)
+    return 6 - even, unit >> even
+
+
+@triton.jit
+def speak_for(granule, unit, before, further):
+    """Share words among lanes that have consecutive slots, ``unit`` granules (int32) apart.
+
+    ``before`` and ``further`` say of each lane how many lanes have the slots before and behind its
+    own in its page. Returns how many of the lanes before are in the same word (0: this one speaks
+    for it), and the bits of all slots from this one on in the word.
+    """
+    period_log2, apart = word_period(unit)
+    others = tl.maximum(further, 0) >> period_log2
+    bits = comb(apart) & low_mask((others * apart + 1).to(tl.int64))
+    return before >> period_log2, bits << (granule >> 6).to(tl.int64)
+
+
+@triton.jit
+def heard(ptr, bit, old, wrong):
+    """What the lanes that spoke found, for each lane: whether its ``bit`` of the word at ``ptr`` is
+    among the ``wrong`` ones of a lane that spoke for that word, and what was there (``old``).
+    A turn for each such word."""
+    where = ptr.to(tl.int64)
+    hit = wrong != wrong
+    speaker = first_lane(wrong != 0)
+    while speaker < wrong.shape[0]:
+        mine = where == pick(where, speaker)
+        hit = hit | (mine & ((bit & pick(wrong, speaker)) != 0))
+        old = tl.where(mine, pick(old, speaker), old)
+        speaker = first_lane((wrong != 0) & (lane_index(wrong) > speaker))
+    return hit, old
+
+
+@triton.jit
+def claim(heap, page, granule, active):
+    """Set live bits. Returns the words as they were, and which lanes were not the first."""
+    ptr, bit = live_bit(heap, page, granule)
+    old = tl.atomic_or(ptr, bit, mask=active, sem="relaxed")
+    return old, active & ((old & bit) != 0)
+
+
+@triton.jit
+def ticket_slot(word, rank, size, active):
+    """``(page, slot)`` of tickets: the ``rank``-th of those that a subtraction from stripe word
+    ``word`` returned. Inactive lanes get 0 and 0, or they might index something wild."""
+    slots = slots_of(size)
+    first, batch = stripe_place(word)
+    ticket = tl.where(active, batch * slots - stripe_credits(word).to(tl.int32) + rank, 0)
+    step = divide(ticket, slots)
+    return tl.where(active, first + step, 0), ticket - step * slots
+
+
+@triton.jit
+def claim_tickets(heap, word, rank, count, size, active):
+    """Set the live bits of the slots that the ``count`` tickets from stripe word ``word`` name.
+
+    ``rank`` counts the active lanes. Returns their pages and granules, the words as they were
+    where a lane spoke, and in it the bits that were set before (0: all is well).
+    """
+    page, slot = ticket_slot(word, rank, size, active)
+    granule = slot * (size >> 4)
+    ptr, bit = live_bit(heap, page, granule)
+    speaks = active
+    bits = bit
+    if is_block(rank):
+        granted = tl.minimum(stripe_credits(word), count.to(tl.int64)).to(tl.int32)
+        before = tl.minimum(rank, slot)
+        further = tl.minimum(granted - rank, slots_of(size) - slot) - 1
+        turn, bits = speak_for(granule, size >> 4, before, further)
+        speaks = active & (turn == 0)
+    old = tl.atomic_or(ptr, bits, mask=speaks, sem="relaxed")
+    return page, granule, old, tl.where(speaks, old & bits, 0)
+
+
+@triton.jit
+def another(old, granule, size):
+    """Where to try next when the live bit of ``granule`` was set, of a slot of ``size`` bytes, and
+    its word was ``old``: another slot in that word, by a hash, or else the next slot of the page,
+    which is in another word. Every lane was promised a slot of its page, so it will find one."""
+    unit = size >> 4
+    end = slots_of(size) * unit
+    salt = mix(program_index() * 4096 + lane_index(granule) + granule)
+    _period_log2, apart = word_period(unit)
+    first = (granule >> 6) % apart
+    last = (end - unit - (granule & 63)) >> 6
+    clear = (old ^ -1) & (comb(apart) << first.to(tl.int64)) & low_mask((last + 1).to(tl.int64))
+    choices = popcount(clear)
+    other = (select_bit(clear, salt % tl.maximum(choices, 1)) << 6) + (granule & 63)
+    beyond = tl.where(granule + unit < end, granule + unit, 0)
+    return tl.where(choices > 0, other, beyond)
+
+
+@triton.jit
+def claim_any(heap, page, granule, size, fresh, old, lost):
+    """Set the live bits of the ``fresh`` lanes and of those that ``lost`` theirs to somebody, in a
+    word that was ``old``: each of the slot at ``granule``, or else of another of the page. Returns
+    the granules of the slots that the lanes have now."""
+    seen, beaten = claim(heap, page, granule, fresh)
+    old = tl.where(fresh, seen, old)
+    lost = lost | beaten
+    while any_lane(lost):
+        granule = tl.where(lost, another(old, granule, size), granule)
+        old, lost = claim(heap, page, granule, lost)
+    return granule
+
+
+@triton.jit
+def clear(heap, page, granule, active):
+    """Clear the live bits of ``active`` lanes. Returns which of them were set, the lanes that are
+    to speak for their page, and for how many lanes each.
+
+    Lanes that free consecutive slots, in order and from lane 0 on, share words and speak together;
+    others each for themselves.
+    """
+    ptr, bit = live_bit(heap, page, granule)
+    speaks = active
+    bits = bit
+    counts = granule * 0 + 1
+    if is_block(active):
+        lane = lane_index(active)
+        count = tl.sum(active.to(tl.int32), axis=0)
+        at = (page.to(tl.int64) << 12) + granule
+        first = pick(at, 0)
+        unit = pick(at, 1) - first
+        orderly = (active == (lane < count)) & ((active == 0) | (at == first + lane * unit))
+        together = (count > 1) & (unit > 0) & (unit <= 2048)
+        together = together & (tl.sum(orderly.to(tl.int32), axis=0) == active.shape[0])
+        unit = tl.where(together, unit, 1).to(tl.int32)
+        before = tl.minimum(lane, divide(granule, unit))
+        further = tl.minimum(count - 1 - lane, divide(4095 - granule, unit))
+        turn, all_bits = speak_for(granule, unit, before, further)
+        speaks = active & (tl.where(together, turn, 0) == 0)
+        bits = tl.where(together, all_bits, bit)
+        counts = tl.where(together, further + 1, counts)
+    old = tl.atomic_and(ptr, bits ^ -1, mask=speaks, sem="relaxed")
+    wrong = tl.where(speaks, (old & bits) ^ bits, 0)
+    cleared = active & (wrong == 0)
+    if is_block(active):
+        speaks = active & (tl.where(together, before, 0) == 0)
+        if any_lane(wrong != 0):
+            hit, _old = heard(ptr, bit, old, wrong)
+            cleared = active & (tl.where(together, hit, wrong != 0) == 0)
+            speaks = cleared
+            counts = counts * 0 + 1
+    else:
+        speaks = cleared
+    return cleared, speaks, counts
