@@ -36,6 +36,8 @@ class Bench:
         Of mixed sizes and of what is freed at random.
     cuda : CudaMalloc, optional
         The built-in malloc, in a process that measures it.
+    debug : bool
+        Whether the shared heap is a debug heap.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Bench:
         rounds: int,
         seed: int,
         cuda: CudaMalloc | None = None,
+        debug: bool = False,
     ) -> None:
         self.device = device
         self.interpreted = device.type == "cpu"
@@ -52,6 +55,7 @@ class Bench:
         self.rounds = rounds
         self.seed = seed
         self.cuda = cuda
+        self.debug = debug
         self.clock: Clock = clock_for(device)
         self.oom_heap_bytes = plan.MIB if self.interpreted else plan.OOM_HEAP_BYTES
         self.fill_slots = 1024 if self.interpreted else plan.FILL_SLOTS
@@ -68,7 +72,7 @@ class Bench:
     @property
     def heap(self) -> devalloc.Heap:
         if self._heap is None:
-            self._heap = devalloc.Heap(self.heap_bytes, device=self.device)
+            self._heap = devalloc.Heap(self.heap_bytes, device=self.device, debug=self.debug)
         return self._heap
 
     @property

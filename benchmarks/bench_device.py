@@ -12,15 +12,9 @@ hangs or crashes is recorded as such, and another child goes on with the next ro
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
-import os
 import queue
 import re
-import subprocess
-import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +24,8 @@ import rich
 from rich.console import Console
 
 from benchmarks import rows as plan
-from benchmarks.results import RESULTS, ROOT, RowFile
+from benchmarks.child import Child
+from benchmarks.results import RESULTS, RowFile
 from benchmarks.rows import Row
 from benchmarks.worker import Job, failed_record
 from devalloc.errors import InvalidArgument
@@ -41,47 +36,6 @@ CUDA_ROW_SECONDS = 30.0
 """CUDA's malloc is asked for nothing that takes it longer, if it ends."""
 FILL = 0.8
 """Rows that would fill more of the heap than this share are left out."""
-
-
-class Child:
-    """A worker process and the lines it has written; `read` waits for the next one."""
-
-    def __init__(self, job: Job) -> None:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *_inherited_path()])}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=env,
-        )
-        self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._collect, daemon=True).start()
-        assert self.process.stdin is not None
-        self.process.stdin.write(job.to_json())
-        self.process.stdin.close()
-
-    def _collect(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line)
-        self._lines.put("")
-
-    def read(self, seconds: float) -> dict[str, object] | None:
-        """The next message, or None at the end. Raises queue.Empty after `seconds`."""
-        line = self._lines.get(timeout=max(seconds, 0.01))
-        return json.loads(line) if line else None
-
-    def end(self) -> None:
-        self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold on to a dead child
-            self.process.wait(30)
-
-
-def _inherited_path() -> list[str]:
-    path = os.environ.get("PYTHONPATH")
-    return [path] if path else []
 
 
 class Measurement:
@@ -121,7 +75,7 @@ class Measurement:
         row_seconds = self.row_seconds
         if kind == "cuda":
             row_seconds = min(row_seconds, CUDA_ROW_SECONDS)
-        child = Child(replace(self.job, rows=rows))
+        child = Child("benchmarks.worker", replace(self.job, rows=rows).to_json())
         current: Row | None = None  # begun and not yet recorded
         wait = START_SECONDS
         try:
@@ -179,7 +133,10 @@ def compile_ahead(job: Job, jobs: int) -> None:
     """Compile the job's kernels in several processes, into Triton's cache."""
     shapes = plan.compile_only(list(job.rows))
     shares = [share for i in range(jobs) if (share := tuple(shapes[i::jobs]))]
-    children = [Child(replace(job, rows=share, heap_bytes=64 << 20, rounds=1)) for share in shares]
+    small = replace(job, heap_bytes=64 << 20, rounds=1)
+    children = [
+        Child("benchmarks.worker", replace(small, rows=share).to_json()) for share in shares
+    ]
     for child in children:
         try:
             while child.read(180.0):

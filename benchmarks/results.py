@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import csv
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+
+PROVENANCE = (
+    "gpu",
+    "driver",
+    "cuda",
+    "torch",
+    "triton",
+    "python",
+    "commit",
+    "seed",
+    "heap_bytes",
+    "date",
+)
+"""The columns that say where, with what and when a row was measured."""
 
 COLUMNS = (
     "row",
@@ -31,16 +46,7 @@ COLUMNS = (
     "failures",
     "check",
     "peak_bytes",
-    "gpu",
-    "driver",
-    "cuda",
-    "torch",
-    "triton",
-    "python",
-    "commit",
-    "seed",
-    "heap_bytes",
-    "date",
+    *PROVENANCE,
 )
 
 
@@ -51,8 +57,9 @@ OLDER = {"param": "", "allocator": "devalloc", "state": "warm", "p99": ""}
 class RowFile:
     """A CSV file of rows, made with the first row; every row is on disk when `write` returns."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, columns: Sequence[str] = COLUMNS) -> None:
         self.folder = folder
+        self.columns = columns
         self.path: Path | None = None
 
     def write(self, row: dict[str, object]) -> None:
@@ -60,7 +67,7 @@ class RowFile:
         if self.path is None:
             self.path = self._new_path(row)
         with self.path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, extrasaction="raise", lineterminator="\n")
+            writer = csv.DictWriter(file, self.columns, extrasaction="raise", lineterminator="\n")
             if first:
                 writer.writeheader()
             writer.writerow(row)

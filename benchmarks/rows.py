@@ -54,8 +54,8 @@ class Row:
         Percent of the heap that is live (``fill``, ``tail``), bytes of the heap (``heap``), or
         launches at once (``streams``).
     allocator : str
-        ``devalloc``; ``bump``, the upper bound; ``cuda``, the built-in malloc of CUDA; ``none``
-        for patterns that allocate nothing.
+        ``devalloc``; ``debug``, the same with a debug heap; ``bump``, the upper bound; ``cuda``,
+        the built-in malloc of CUDA; ``none`` for patterns that allocate nothing.
     state : str
         ``warm``: after earlier rounds. ``cold``: the heap was just reset, and other data passed
         through the caches.
@@ -96,6 +96,8 @@ class Row:
     @property
     def family(self) -> str:
         """Rows of one family follow one another; the heap is checked after each family."""
+        if self.allocator == "debug":
+            return f"debug {self.pattern}"
         if self.allocator != "devalloc" or self.pattern == "create":
             return "write" if self.pattern == "write_base" else "floor"
         return self.pattern
@@ -103,8 +105,8 @@ class Row:
     @property
     def child(self) -> str:
         """Rows of different children are not measured in one process: CUDA's malloc takes its heap
-        for the life of the process."""
-        return "cuda" if self.allocator == "cuda" else "devalloc"
+        for the life of the process, and the heap that rows share is a debug heap or is not."""
+        return self.allocator if self.allocator in ("cuda", "debug") else "devalloc"
 
 
 def make(
@@ -180,6 +182,8 @@ def target_rows(width: tuple[int, int] | None = None) -> list[Row]:
         ("frag", (4096,), (100_000,)),
     ]
     rows = expand(plan, width or WIDTHS[0])
+    # The floor of the `warp` rows: so many programs of one warp, and nothing in them.
+    rows.append(make("empty", 0, 100_000, (1, 1)))
     rows += baselines(rows)
     rows += expand([("latency", (64,), (1000,))], allocator="cuda")
     wide: Plan = [
@@ -240,6 +244,20 @@ def streams_rows(width: tuple[int, int] | None = None) -> list[Row]:
     ]
 
 
+def debug_rows(width: tuple[int, int] | None = None) -> list[Row]:
+    """What a debug heap costs, beside an ordinary one."""
+    at = width or WIDTHS[0]
+    plan: Plan = [
+        ("thread", (64, 1024), (100_000, 1_000_000)),
+        ("mixed", (1024,), (100_000,)),
+        ("warp", (64,), (100_000,)),
+        ("cta", (1 << 16,), (4096,)),
+        ("latency", (64,), (1000,)),
+        ("churn", (64,), (65_536,)),
+    ]
+    return [*expand(plan, at), *expand(plan, at, allocator="debug")]
+
+
 def tail_rows(width: tuple[int, int] | None = None) -> list[Row]:
     """The slowest of a thousand rounds, at three fill levels."""
     at = width or WIDTHS[0]
@@ -255,6 +273,7 @@ GROUPS: dict[str, Callable[[tuple[int, int] | None], list[Row]]] = {
     "warps": warps_rows,
     "streams": streams_rows,
     "tail": tail_rows,
+    "debug": debug_rows,
 }
 
 
@@ -269,7 +288,7 @@ def rows_of(groups: Iterable[str], width: tuple[int, int] | None = None) -> list
         Lanes per program and warps for all rows that allocate by lane.
     """
     rows = dict.fromkeys(row for group in groups for row in GROUPS[group](width))
-    return sorted(rows, key=lambda row: row.child != "devalloc")
+    return sorted(rows, key=lambda row: ("devalloc", "debug", "cuda").index(row.child))
 
 
 QUICK = frozenset(

@@ -92,7 +92,8 @@ def work(job: Job) -> None:
                 say({"begin": row.key})
                 say({"row": failed_record(row, str(error))})
             return
-    with Bench(device, job.heap_bytes, job.rounds, job.seed, cuda) as bench:
+    debug = job.rows[0].allocator == "debug"
+    with Bench(device, job.heap_bytes, job.rounds, job.seed, cuda, debug) as bench:
         for family, rows in groupby(job.rows, key=lambda row: row.family):
             for row in rows:
                 say({"begin": row.key})

@@ -18,7 +18,11 @@ from devalloc.errors import (
     InvalidArgument,
     InvalidFree,
     InvalidFreeError,
+    InvalidWriteError,
+    LeakWarning,
     OutOfMemory,
+    Overflow,
+    UseAfterFree,
 )
 
 if TYPE_CHECKING:
@@ -37,9 +41,13 @@ __all__ = [
     "InvalidArgument",
     "InvalidFree",
     "InvalidFreeError",
+    "InvalidWriteError",
+    "LeakWarning",
     "OutOfMemory",
+    "Overflow",
     "Snapshot",
     "Stats",
+    "UseAfterFree",
     "__version__",
 ]
 

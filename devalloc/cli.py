@@ -223,8 +223,11 @@ class Benchmarks(click.Group):
         "arena": "bench_arena",
         "compare": "compare",
         "device": "bench_device",
+        "litmus": "bench_litmus",
         "order": "bench_order",
         "plot": "plots",
+        "sanitize": "bench_sanitize",
+        "stress": "bench_stress",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:

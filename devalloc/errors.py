@@ -27,5 +27,21 @@ class InvalidFree(InvalidFreeError):
     """The address cannot be an allocation: foreign, misaligned, or inside a block."""
 
 
+class InvalidWriteError(DevallocError):
+    """Memory was written by somebody who did not have it. Only a debug heap notices."""
+
+
+class Overflow(InvalidWriteError):
+    """Something was written right before or behind a live block."""
+
+
+class UseAfterFree(InvalidWriteError):
+    """Something was written to a block after it was freed."""
+
+
+class LeakWarning(DevallocError, UserWarning):
+    """A debug heap was closed while blocks were live."""
+
+
 class CorruptionError(DevallocError):
     """An invariant of the allocator does not hold. The message names it."""

@@ -4,37 +4,44 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Sequence
 from types import TracebackType
 
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
 from devalloc import heap_state
+from devalloc.debug_table import DebugTable, Fault, Tags
+from devalloc.devices import INTERPRETED, on_device, resolve_device
 from devalloc.errors import (
     DevallocError,
     DoubleFree,
     InvalidArgument,
     InvalidFree,
+    LeakWarning,
     OutOfMemory,
+    Overflow,
+    UseAfterFree,
 )
 from devalloc.heap_state import Geometry, Snapshot, State, Stats
-from devalloc.kernels import layout, upkeep
+from devalloc.kernels import debug_upkeep, layout, upkeep
+from devalloc.leaks import LeakReport
 from devalloc.sizes import PAGE_BYTES, format_size, parse_size
 from devalloc.sources import CudaSource, HostSource, Segment, Source
 
 __all__ = ["Heap", "Snapshot", "Stats"]
 
-_INTERPRETED = isinstance(upkeep.malloc_kernel, InterpretedFunction)
 _MAX_PAGES = 1 << 23
 # Wide blocks in the interpreter, where a program costs the same whatever its width.
-_BLOCK = 1024 if _INTERPRETED else 128
+_BLOCK = 1024 if INTERPRETED else 128
 
 _KINDS: tuple[tuple[type[DevallocError], str], ...] = (
     (DoubleFree, "double free"),
     (InvalidFree, "invalid free"),
     (OutOfMemory, "out of memory"),
     (InvalidArgument, "invalid argument"),
+    (Overflow, "overflow"),
+    (UseAfterFree, "use after free"),
 )
 
 
@@ -51,6 +58,10 @@ class Heap:
         the CPU when interpreting.
     source : Source, optional
         Where the memory comes from. Default: cudaMalloc, or host memory when interpreting.
+    debug : bool or "full"
+        Find overflows, uses after free, double frees and leaks, and say whose block it was: see
+        docs/debug.md. The first 256 bytes of a freed block are watched, with "full" all of them.
+        Takes memory for a quarter of the capacity more, and at least twice the memory per block.
 
     Raises
     ------
@@ -71,7 +82,10 @@ class Heap:
         capacity: int | str,
         device: torch.device | str | int | None = None,
         source: Source | None = None,
+        debug: bool | str = False,
     ) -> None:
+        if debug not in (True, False, "full"):
+            raise InvalidArgument(f'debug is True, False or "full", not {debug!r}')
         pages = parse_size(capacity) // PAGE_BYTES
         if pages < 1:
             raise InvalidArgument(
@@ -81,24 +95,34 @@ class Heap:
             raise InvalidArgument(
                 f"a heap holds at most {format_size(_MAX_PAGES * PAGE_BYTES)}, not {capacity!r}"
             )
-        self.device = _resolve_device(device)
+        self.device = resolve_device(device)
         if source is None:
             source = HostSource() if self.device.type == "cpu" else CudaSource(self.device)
         self._geometry = Geometry.of(pages)
         self._failures_before = 0
-        data = Segment(source, pages * PAGE_BYTES, alignment=PAGE_BYTES)
+        # (The first block of a debug heap has a guard in front of it, too.)
+        front = PAGE_BYTES if debug else 0
+        data = Segment(source, front + pages * PAGE_BYTES, alignment=PAGE_BYTES)
         control = Segment(source, self._geometry.words * 8)
         self._data: Segment | None = data
         self._handle = control.view().view(torch.int64)
         self.capacity = pages * PAGE_BYTES
-        self.base = data.address
+        self.base = data.address + front
+        self._tags = Tags()
+        self._debug = DebugTable(source, pages, self.base, debug == "full") if debug else None
+        self._initialise()
+
+    def _initialise(self) -> None:
         heap_state.initialise(self._handle, self._geometry, self.base)
+        if self._debug is not None:
+            self._debug.attach(self._handle)
 
     # Life -------------------------------------------------------------------------------------
 
     @property
     def handle(self) -> torch.Tensor:
-        """The argument for a kernel: an int64 tensor on the heap's device.
+        """The argument for a kernel: an int64 tensor on the heap's device (a debug heap's is of
+        uint64, by which the kernel knows what to do).
 
         Raises InvalidArgument if the heap is closed, or if the current device, on which Triton
         launches, is not the heap's.
@@ -110,7 +134,11 @@ class Heap:
                 f"cuda:{torch.cuda.current_device()}; launch inside torch.cuda.device("
                 f"{self.device.index})"
             )
-        return self._handle
+        return self._argument
+
+    @property
+    def _argument(self) -> torch.Tensor:
+        return self._handle if self._debug is None else self._handle.view(torch.uint64)
 
     @property
     def closed(self) -> bool:
@@ -119,12 +147,20 @@ class Heap:
     def close(self) -> None:
         """Give the memory back (once no tensor made by `tensor` or `handle` refers to it).
 
-        Waits for the device. Closing twice is harmless.
+        Waits for the device. Closing twice is harmless. A debug heap with live blocks gives a
+        `LeakWarning` with its leak report.
         """
+        self._close(warn=True)
+
+    def _close(self, warn: bool) -> None:
         if self._data is not None:
             self._synchronise()
+            leaks = self.leaks() if warn and self._debug is not None else None
             self._data = None
+            self._debug = None
             self._handle = torch.empty(0, dtype=torch.int64)
+            if leaks:
+                warnings.warn(f"{self!r}, with live blocks:\n{leaks}", LeakWarning, stacklevel=3)
 
     def __enter__(self) -> Heap:
         self._require_open()
@@ -136,11 +172,13 @@ class Heap:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        done = False
         try:
             if kind is None and not self.closed:
                 self.check()
+            done = kind is None
         finally:
-            self.close()
+            self._close(warn=done)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"on {self.device}"
@@ -164,6 +202,8 @@ class Heap:
         Raises
         ------
         DoubleFree, InvalidFree, OutOfMemory, InvalidArgument
+            And of a debug heap Overflow and UseAfterFree. These and wrong frees, which then say
+            whose block it was, come before the others.
         """
         self._require_open()
         self._synchronise()
@@ -175,10 +215,46 @@ class Heap:
         message = ", ".join(
             f"{count} x {name}" for count, (_, name) in zip(counts, _KINDS, strict=True) if count
         )
-        kind, address, size, program = table[layout.RECORDS.value : layout.RECORDS.value + 4]
-        details = self._describe_record(kind, address, size, program)
+        faults = self.faults()
+        if faults:
+            error, details = faults[0].kind, faults[0].message
+        else:
+            kind, address, size, program = table[layout.RECORDS.value : layout.RECORDS.value + 4]
+            error = _KINDS[kind][0]
+            details = self._describe_record(kind, address, size, program)
         self.clear_errors()
-        raise _KINDS[kind][0](f"{details}. Recorded by kernels since the last check: {message}")
+        raise error(f"{details}. Recorded by kernels since the last check: {message}")
+
+    def faults(self) -> list[Fault]:
+        """What a debug heap has recorded since the last `check`: the first 32 overflows, uses after
+        free and wrong frees. Empty for other heaps. Changes nothing; waits for the device."""
+        self._require_open()
+        self._synchronise()
+        with on_device(self.device):
+            return [] if self._debug is None else self._debug.faults(self._tags)
+
+    def leaks(self) -> LeakReport:
+        """The live blocks of a debug heap, by tag, with sizes and ages. Waits for the device.
+
+        Raises
+        ------
+        InvalidArgument
+            If it is no debug heap.
+        """
+        self._require_open()
+        if self._debug is None:
+            raise InvalidArgument("only a debug heap knows its blocks: use Heap(..., debug=True)")
+        self._synchronise()
+        with on_device(self.device):
+            return self._debug.leaks(self._tags)
+
+    def tag(self, name: str) -> int:
+        """The number of an owner's name, to be passed to ``malloc`` in kernels: always the same in
+        one heap. Messages and leak reports of a debug heap show the name; other heaps ignore tags.
+        Numbers from 1 to 255 may be used without a name."""
+        if not isinstance(name, str):
+            raise InvalidArgument(f"the name of a tag is text, not {name!r}")
+        return self._tags.number(name)
 
     def _describe_record(self, kind: int, address: int, size: int, program: int) -> str:
         where = f"in program {program}"
@@ -200,7 +276,8 @@ class Heap:
                 "allocation; free exactly what malloc returned"
             )
         if error is OutOfMemory:
-            text = f"malloc of {format_size(size)} failed {where}"
+            guards = "" if self._debug is None else " (with the guards of a debug heap)"
+            text = f"malloc of {format_size(size)}{guards} failed {where}"
             if size > self.capacity:
                 return f"{text}: the whole heap has {format_size(self.capacity)}"
             return f"{text}; now {heap_state.describe(self.stats())}; make the heap larger"
@@ -214,6 +291,8 @@ class Heap:
         self._failures_before += int(self._handle[failures])
         end = layout.RECORDS.value + 4 * layout.MAX_RECORDS.value
         self._handle[layout.ERRORS.value : end].zero_()
+        if self._debug is not None:
+            self._debug.clear_faults()
         self._synchronise()
 
     def stats(self) -> Stats:
@@ -237,11 +316,17 @@ class Heap:
         ------
         CorruptionError
             Naming the invariant that does not hold, and the first page where.
+        Overflow, UseAfterFree
+            In a debug heap, if a guard has changed anywhere: see docs/debug.md.
         """
         self._require_open()
         self._state().audit()
         self.trim()
-        self._state().audit()
+        state = self._state()
+        state.audit()
+        if self._debug is not None:
+            with on_device(self.device):
+                self._debug.audit(self._handle, state.live_blocks(), self._tags)
 
     def _state(self) -> State:
         self._synchronise()
@@ -249,13 +334,15 @@ class Heap:
 
     # Using ------------------------------------------------------------------------------------
 
-    def malloc(self, sizes: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    def malloc(self, sizes: torch.Tensor | Sequence[int], tag: int | str = 0) -> torch.Tensor:
         """Allocate one block per element of ``sizes``, in one launch on the current stream.
 
         Parameters
         ----------
         sizes : int64 tensor on the heap's device, any shape, or a sequence of ints
             Bytes of each block.
+        tag : int or str
+            Whose they are, for a debug heap: a name, a number from 0 to 255, or what `tag` gave.
 
         Returns
         -------
@@ -263,8 +350,12 @@ class Heap:
             Addresses; 0 where there was no memory (recorded: see `check`). Not synchronised.
         """
         sizes = self._requests(sizes, "sizes")
+        number = self._tags.number(tag)
         addrs = torch.empty_like(sizes)
-        self._launch(upkeep.malloc_kernel, sizes, addrs)
+        if self._debug is None:
+            self._launch(upkeep.malloc_kernel, sizes, addrs)
+        else:
+            self._launch(debug_upkeep.malloc_tagged_kernel, sizes, addrs, tag=number)
         return addrs
 
     def free(self, addrs: torch.Tensor | Sequence[int]) -> None:
@@ -307,7 +398,7 @@ class Heap:
                    f"nothing is allocated at {address:#x}")
             )  # fmt: skip
         assert self._data is not None
-        view = self._data.view(address - self.base, nbytes)
+        view = self._data.view(address - self._data.address, nbytes)
         return view.view(dtype).view(dims)
 
     def reset(self) -> None:
@@ -317,7 +408,7 @@ class Heap:
         """
         self._require_open()
         self._synchronise()
-        heap_state.initialise(self._handle, self._geometry, self.base)
+        self._initialise()
         self._failures_before = 0
         self._synchronise()
 
@@ -328,7 +419,7 @@ class Heap:
         """
         self._require_open()
         batches = self._geometry.batches
-        with _on(self.device):
+        with on_device(self.device):
             upkeep.trim_kernel[((batches + 63) // 64,)](self._handle, batches, num_warps=1)
 
     def _requests(self, values: torch.Tensor | Sequence[int], name: str) -> torch.Tensor:
@@ -346,43 +437,11 @@ class Heap:
             )
         return values.contiguous()
 
-    def _launch(self, kernel: object, *tensors: torch.Tensor) -> None:
+    def _launch(self, kernel: object, *tensors: torch.Tensor, **more: int) -> None:
         n = tensors[0].numel()
         if n:
             grid = ((n + _BLOCK - 1) // _BLOCK,)
-            with _on(self.device):
-                kernel[grid](self._handle, *tensors, n, BLOCK=_BLOCK, num_warps=1)  # type: ignore[index]
-
-
-def _on(device: torch.device) -> torch.cuda.device:
-    return torch.cuda.device(device if device.type == "cuda" else -1)
-
-
-def _resolve_device(device: torch.device | str | int | None) -> torch.device:
-    if device is None:
-        device = "cpu" if _INTERPRETED else "cuda"
-    try:
-        wanted = torch.device(device)
-    except RuntimeError as error:
-        raise InvalidArgument(f"no such device: {device!r}") from error
-    if _INTERPRETED:
-        if wanted.type != "cpu":
-            raise InvalidArgument(
-                f"under Triton's interpreter a heap lives on the CPU, not on {wanted}; unset "
-                "TRITON_INTERPRET before importing devalloc's kernels to use the GPU"
-            )
-        return wanted
-    if wanted.type != "cuda":
-        raise InvalidArgument(
-            f"a heap for compiled kernels lives on a CUDA device, not on {wanted}; to run on the "
-            "CPU set TRITON_INTERPRET=1 before the first use of devalloc.Heap"
-        )
-    if not torch.cuda.is_available():
-        raise InvalidArgument(
-            "no CUDA device is available; to run on the CPU set TRITON_INTERPRET=1 before the "
-            "first use of devalloc.Heap"
-        )
-    index = torch.cuda.current_device() if wanted.index is None else wanted.index
-    if index >= torch.cuda.device_count():
-        raise InvalidArgument(f"no such device: {wanted}; there are {torch.cuda.device_count()}")
-    return torch.device("cuda", index)
+            with on_device(self.device):
+                kernel[grid](  # type: ignore[index]
+                    self._argument, *tensors, n, **more, BLOCK=_BLOCK, num_warps=1
+                )

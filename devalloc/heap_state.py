@@ -246,6 +246,10 @@ class State:
             return longest * PAGE_BYTES
         return int(_SIZES[self.cls[self.free_slots > 0]].max(initial=0))
 
+    def live_blocks(self) -> int:
+        """How many allocations live."""
+        return int(self.live.sum()) + int((self.kind == RUN).sum())
+
     def stats(self, failures_before: int) -> Stats:
         g = self.geometry
         classes = layout.NUM_CLASSES.value
@@ -259,7 +263,7 @@ class State:
         slot_bytes = _SIZES[np.minimum(self.cls, classes - 1)] * self.free_slots
         free = int(self.page_free.sum()) * PAGE_BYTES + int(slot_bytes.sum())
         allocations = int(issued.sum()) + runs
-        live_now = int(live.sum()) + int((self.kind == RUN).sum())
+        live_now = self.live_blocks()
         failures = self._word(layout.ERRORS.value + layout.E_OUT_OF_MEMORY.value)
         return Stats(
             capacity=capacity,

@@ -7,10 +7,12 @@
 
 Layers, from the bottom: ``bits`` (words of bits), ``atomics`` (reading what changes), ``layout``
 (where everything lies), ``record`` (errors), ``pages`` (runs of pages), ``slabs`` (size classes),
-``heap`` (what a kernel calls), ``upkeep`` (what the host launches). The protocol and why it is
-correct: docs/design.md.
+``heap`` (malloc and free); for debug heaps ``table`` (what is known of every block), ``guards``
+(red zones and poison), ``debug`` (malloc and free with both); ``api`` (what a kernel calls),
+``upkeep`` and ``debug_upkeep`` (what the host launches). The protocol and why it is correct:
+docs/design.md.
 """
 
-from .heap import free, malloc, realloc, usable_size, zeros
+from .api import free, malloc, realloc, usable_size, zeros
 
 __all__ = ["free", "malloc", "realloc", "usable_size", "zeros"]

@@ -1,4 +1,4 @@
-"""What a kernel calls: malloc, free, usable_size, zeros, realloc.
+"""malloc and free: what the functions of ``api`` do on an ordinary heap.
 
 Everything is written once, for a scalar request of the program and for a block of requests, one
 per lane (see ``lanes``). The lanes that want the same size class as the first active lane share
@@ -117,7 +117,7 @@ def find_class(heap, cls, rank, active, need, crossed):
 
 @triton.jit
 def malloc_any(heap, nbytes, active):
-    """:func:`malloc` for int64 sizes; inactive lanes give 0."""
+    """``api.malloc`` for int64 sizes; inactive lanes give 0."""
     small = active & (nbytes > 0) & (nbytes <= MAX_SLOT)
     classes = size_class(tl.where(small, nbytes, 1).to(tl.int32))
     cls = pick(classes, first_lane(small))
@@ -312,7 +312,7 @@ def needs_care(word):
 
 @triton.jit
 def free_any(heap, addr, active):
-    """:func:`free` for int64 addresses."""
+    """``api.free`` for int64 addresses."""
     active = active & (addr != 0)
     inside, page, granule = locate(heap, addr, active)
     # What this program wrote happens before anything that the next owner does.
@@ -401,77 +401,12 @@ def free_run(heap, page, n):
     return release_run(heap, page, n)
 
 
-# The contract ---------------------------------------------------------------------------------
-
-
-@triton.jit
-def as_request(x, mask):
-    """``(values, active)``: int64 values in the shape of the request, scalar or 1-D block, and
-    which lanes take part."""
-    if is_block(x):
-        values = x.to(tl.int64)
-    else:
-        values = tl.full((), 0, tl.int64) + x
-    active = values == values
-    if mask is not None:
-        # (Not `active & mask`: the interpreter would keep that as integers.)
-        active = tl.where(mask, values * 0 + 1, 0) != 0
-        values = values + active.to(tl.int64) * 0
-    return values, active
-
-
-@triton.jit
-def malloc(heap, nbytes, mask=None):
-    """Allocate device memory from a heap, inside a kernel.
-
-    Parameters
-    ----------
-    heap : pointer to int64
-        ``Heap.handle``, passed to the kernel as an argument.
-    nbytes : int or int64 scalar, or 1-D block
-        Bytes wanted: one allocation for the program, or one per lane.
-    mask : bool of the same shape, optional
-        Lanes that take part. Others give 0.
-
-    Returns
-    -------
-    int64 address(es), 0 where there is no memory. At least 16-byte aligned; a power of two up to
-    the page (64 KiB) is aligned to itself, larger requests to the page. 0 bytes gives 0 and is
-    no failure. A negative size gives 0 and is recorded as InvalidArgument; exhaustion gives 0
-    and is recorded as OutOfMemory.
-
-    Notes
-    -----
-    May be called by any program of any kernel on any stream of the heap's device. Two atomics in
-    a row for one request or for a block of equal requests. All programs of a heap may fail and
-    retry independently; null is returned only if no memory of that shape is free.
-    """
-    sizes, active = as_request(nbytes, mask)
-    return malloc_any(heap, sizes, active)
-
-
-@triton.jit
-def free(heap, addr, mask=None):
-    """Give memory back. ``addr``: what malloc returned, scalar or 1-D block; 0 is ignored.
-
-    Everything the program did with the memory is ordered before anything its next owner does.
-    An address that is not a live allocation changes nothing and is recorded: DoubleFree if it
-    could have been one, InvalidFree if it could not. Two atomics in a row.
-    """
-    addrs, active = as_request(addr, mask)
-    free_any(heap, addrs, active)
-
-
-@triton.jit
-def usable_size(heap, addr, mask=None):
-    """Bytes (int64) that may be used at ``addr``, at least what was asked for; 0 if nothing
-    lives there. Two atomics side by side; changes nothing."""
-    addrs, active = as_request(addr, mask)
-    return usable_any(heap, addrs, active & (addrs != 0))
+# usable_size ------------------------------------------------------------------------------------
 
 
 @triton.jit
 def usable_any(heap, addr, active):
+    """Bytes that may be used at int64 addresses; 0 where nothing lives, and in inactive lanes."""
     inside, page, granule = locate(heap, addr, active)
     ptr, bit = live_bit(heap, page, granule)
     live = inside & ((atomic_load(ptr, inside) & bit) != 0)
@@ -479,87 +414,3 @@ def usable_any(heap, addr, active):
     slot = class_bytes(page_class(state)).to(tl.int64)
     run = page_out(state).to(tl.int64) << PAGE_LOG2
     return tl.where(live, tl.where(is_slab(state), slot, run), 0)
-
-
-@triton.jit
-def zeros(heap, nbytes, mask=None):
-    """:func:`malloc`, and the memory (rounded up to 16 bytes) is zero."""
-    sizes, active = as_request(nbytes, mask)
-    addr = malloc_any(heap, sizes, active)
-    fill_zero(addr, tl.where(addr != 0, sizes, 0))
-    return addr
-
-
-@triton.jit
-def realloc(heap, addr, nbytes, mask=None):
-    """Resize allocations, as C's realloc: the content is kept up to the smaller size.
-
-    ``addr`` 0 allocates; ``nbytes`` 0 frees and gives 0; if the new size fits the block, the
-    address stays. 0 for any other request means that nothing happened: the old block is still
-    the caller's. A wrong ``addr`` is recorded as by :func:`free`, and gives 0.
-    """
-    old, _all = as_request(addr, mask)
-    sizes, active = as_request(nbytes + old * 0, mask)
-    return realloc_any(heap, old + sizes * 0, sizes, active)
-
-
-@triton.jit
-def realloc_any(heap, addr, nbytes, active):
-    have = usable_any(heap, addr, active & (addr != 0))
-    known = active & ((addr == 0) | (have > 0))
-    stays = known & (nbytes > 0) & (nbytes <= have)
-    moves = known & (stays == 0) & (nbytes != 0)
-    new = malloc_any(heap, nbytes, moves)
-    copy(addr, new, tl.where(new != 0, tl.minimum(have, nbytes), 0))
-    free_any(heap, addr, active & ((new != 0) | (nbytes == 0) | (known == 0)))
-    return tl.where(stays, addr, new)
-
-
-@triton.jit
-def as_column(x):
-    """A scalar or block as a block of shape (lanes, 1)."""
-    if is_block(x):
-        column = x[:, None]
-    else:
-        column = x + tl.zeros((1, 1), x.dtype)
-    return column
-
-
-@triton.jit
-def fill_zero(addr, nbytes):
-    """Zero ``nbytes`` (rounded up to 16, so inside the slot) at each address."""
-    addr = as_column(addr)
-    words = (as_column(nbytes) + 15) >> 4 << 1
-    most = tl.max(tl.max(words, axis=1), axis=0)
-    step: tl.constexpr = 1024 // addr.shape[0] if addr.shape[0] < 1024 else 1
-    column = tl.arange(0, step)[None, :].to(tl.int64)
-    at = most * 0
-    while at < most:
-        index = at + column
-        ptr = (addr + index * 8).to(tl.pointer_type(tl.int64))
-        zero = tl.zeros((addr.shape[0], step), tl.int64)
-        tl.store(ptr, zero, mask=index < words)
-        at += step
-    tl.debug_barrier()
-
-
-@triton.jit
-def copy(source, target, nbytes):
-    """Copy ``nbytes`` (rounded up to 16) from each source to each target address. Both belong to
-    the caller, so plain loads are right; the barriers order them with other threads' accesses."""
-    tl.debug_barrier()
-    source = as_column(source)
-    target = as_column(target)
-    words = (as_column(nbytes) + 15) >> 4 << 1
-    most = tl.max(tl.max(words, axis=1), axis=0)
-    step: tl.constexpr = 1024 // source.shape[0] if source.shape[0] < 1024 else 1
-    column = tl.arange(0, step)[None, :].to(tl.int64)
-    at = most * 0
-    while at < most:
-        index = at + column
-        inside = index < words
-        from_ptr = (source + index * 8).to(tl.pointer_type(tl.int64))
-        to_ptr = (target + index * 8).to(tl.pointer_type(tl.int64))
-        tl.store(to_ptr, tl.load(from_ptr, mask=inside), mask=inside)
-        at += step
-    tl.debug_barrier()

@@ -21,3 +21,16 @@ def has_wide_cas():
         return True
     target = tl.target_info.current_target()
     return target is None or target.backend != "hip"
+
+
+@triton.constexpr_function
+def is_interpreted():
+    return triton.knobs.runtime.interpret
+
+
+@triton.constexpr_function
+def nanoseconds():
+    """The host's clock; only for the interpreter, which calls this whenever it comes by."""
+    from time import time_ns  # (in here, where the compiler does not look for device functions)
+
+    return time_ns()

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .heap import free, malloc, usable_size
+from .api import free, malloc, usable_size
 from .slabs import FLUSH_ALL, flush
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import bench_device, comparison, cuda_malloc, harness, rows, runners, sweeps
+from benchmarks import bench_device, child, comparison, cuda_malloc, harness, rows, runners, sweeps
 from benchmarks.bench import Bench, Trial, alloc_then_free, nothing
 from benchmarks.results import RowFile, newest, read_rows
 from benchmarks.rows import Row
@@ -210,12 +210,12 @@ def test_a_row_that_hangs_is_recorded_and_the_next_is_measured(
     )
     source = {"gpu": "fake", "date": "2000-01-01", "commit": "0"}
     template = failed_record(Row("thread", 0, 0, 1, 1), "") | source
-    real = bench_device.subprocess.Popen
+    real = child.subprocess.Popen
 
     def start(_command: list[str], **options: Any) -> Any:
         return real([sys.executable, "-c", fake, json.dumps(template)], **options)
 
-    monkeypatch.setattr(bench_device.subprocess, "Popen", start)
+    monkeypatch.setattr(child.subprocess, "Popen", start)
     monkeypatch.setattr(bench_device, "START_SECONDS", 2.0)
     job = Job(tuple(rows.make("thread", size, 8) for size in (16, 32, 64, 128)), "cpu", 1, 1, 1)
     file = RowFile(tmp_path)
@@ -271,7 +271,7 @@ def test_the_sweeps_span_what_they_should() -> None:
 def test_cuda_rows_come_last_and_in_a_child_of_their_own() -> None:
     children = [row.child for row in ALL]
     assert children == sorted(children, reverse=True)
-    assert set(children) == {"devalloc", "cuda"}
+    assert set(children) == {"devalloc", "debug", "cuda"}
 
 
 def test_one_small_row_per_kernel_is_compiled_ahead() -> None:

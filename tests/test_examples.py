@@ -1,5 +1,7 @@
 """The examples do what they say."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +12,8 @@ from tests.conftest import ON_GPU
 
 ROOT = Path(__file__).resolve().parent.parent
 
-pytestmark = pytest.mark.skipif(ON_GPU, reason="the examples interleave interpreted kernels")
 
-
+@pytest.mark.skipif(ON_GPU, reason="the example interleaves interpreted kernels")
 def test_lock_free_stack_shows_the_bug_and_the_repair() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "examples.lock_free_stack"],
@@ -28,3 +29,28 @@ def test_lock_free_stack_shows_the_bug_and_the_repair() -> None:
     assert 'replay("0*2 1*9")' in done.stderr.splitlines()[-1]
     # docs/interleaving.md shows the same line.
     assert 'replay("0*2 1*9")' in (ROOT / "docs" / "interleaving.md").read_text()
+
+
+def test_debug_heap_names_the_culprit() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.debug_heap"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"neighbour lists +4 +40 B", done.stdout)
+    sentence = done.stderr.splitlines()[-1]
+    assert sentence.startswith("devalloc.errors.Overflow: overflow: the byte at 0x")
+    assert sentence.endswith("since the last check: 4 x overflow")
+    # docs/debug.md shows the same line, but for addresses and times.
+    assert shape(sentence) in shape((ROOT / "docs" / "debug.md").read_text())
+
+
+def shape(text: str) -> str:
+    """A message without what differs from run to run: addresses, ages and line breaks."""
+    text = re.sub(r"0x[0-9a-f]+", "ADDRESS", text)
+    return " ".join(re.sub(r"[0-9.e-]+ s ago", "AGE", text).split())

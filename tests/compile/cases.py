@@ -1,7 +1,8 @@
 """What is compiled: user kernels in every shape, and the entry points of ``kernels/``.
 
 A case is a kernel, the types of its arguments, its constexprs and a number of warps. Its key, such
-as ``pair_lanes/w4``, followed by a target's, such as ``@cuda90``, names a line of budget.json.
+as ``pair_lanes/w4``, or ``malloc_lanes+debug/w4`` with a debug heap, followed by a target's, such
+as ``@cuda90``, names a line of budget.json.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 LANES = 128
+DEBUG_HEAP = "*u64"  # the type of a debug heap's handle
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Case:
         name = self.name
         if not self.module.startswith("tests."):
             name = f"{self.module.split('.')[-1]}.{name}"
+        if self.types.get("heap") == DEBUG_HEAP:
+            name += "+debug"
         return f"{name}/w{self.warps}"
 
 
@@ -70,6 +74,9 @@ OTHER = {
     "realloc_lanes": ADDRS | {"sizes": "*i64", "count": "i32"},
 }
 
+# The same with a debug heap.
+DEBUG = ("malloc_scalar", "malloc_lanes", "free_scalar", "free_lanes", *OTHER)
+
 # Checks the counting itself, not the product.
 PROBE = user_case("probe_kernel", HEAP | {"out": "*i64"}, 4)
 
@@ -86,6 +93,13 @@ ENTRY_POINTS: dict[str, list[tuple[dict[str, str], int, dict[str, int]]]] = {
     "devalloc.kernels.upkeep.free_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.usable_size_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.trim_kernel": [(HEAP | {"batches": "i32"}, 1, {})],
+    "devalloc.kernels.debug_upkeep.malloc_tagged_kernel": [
+        (REQUESTS | {"heap": DEBUG_HEAP, "tag": "i32"}, 1, BLOCK)
+    ],
+    "devalloc.kernels.debug_upkeep.clock_kernel": [({"ticks": "*i64"}, 1, {})],
+    "devalloc.kernels.debug_upkeep.audit_kernel": [
+        ({"heap": DEBUG_HEAP, "live_count": "*i64"}, 1, BLOCK)
+    ],
     "devalloc.demo.lists.insert_kernel": [
         (HEAP | LISTS | BATCH | SIZES | {"accepted_ptr": "*i8"}, 4, WIDE)
     ],
@@ -100,6 +114,8 @@ ENTRY_POINTS: dict[str, list[tuple[dict[str, str], int, dict[str, int]]]] = {
 def all_cases() -> list[Case]:
     cases = [user_case(name, types, warps) for name, types in HOT.items() for warps in (1, 4)]
     cases += [user_case(name, types, 4) for name, types in OTHER.items()] + [PROBE]
+    every = HOT | OTHER
+    cases += [user_case(name, every[name] | {"heap": DEBUG_HEAP}, 4) for name in DEBUG]
     for path, variants in ENTRY_POINTS.items():
         module, name = path.rsplit(".", 1)
         for types, warps, constexprs in variants:

@@ -1,0 +1,45 @@
+"""Copies of the device code with a change in them: bugs to be found, orders weakened."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.results import ROOT
+
+
+@dataclass(frozen=True)
+class Patch:
+    """``old``, which stands in ``file`` of kernels/ ``times`` times (None: once or more), becomes
+    ``new``."""
+
+    file: str
+    old: str
+    new: str
+    times: int | None = 1
+
+
+def patched_kernels(patches: Iterable[Patch], folder: Path) -> Path:
+    """Copy kernels/ into a new folder ``kernels`` of `folder` and change it.
+
+    Raises
+    ------
+    ValueError
+        If the text of a patch does not stand in its file as often as it says.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = folder / "kernels"
+    shutil.copytree(ROOT / "kernels", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for patch in patches:
+        file = copy / patch.file
+        source = file.read_text()
+        found = source.count(patch.old)
+        if found != patch.times and not (found and patch.times is None):
+            wanted = "at least 1" if patch.times is None else patch.times
+            raise ValueError(f"{patch.file} has {patch.old!r} {found} times, not {wanted}")
+        changed = source.replace(patch.old, patch.new)
+        compile(changed, str(file), "exec")
+        file.write_text(changed)
+    return copy

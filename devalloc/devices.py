@@ -1,0 +1,54 @@
+"""Which device a heap lives on, and launching there."""
+
+from __future__ import annotations
+
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from devalloc.errors import InvalidArgument
+from devalloc.kernels import upkeep
+
+INTERPRETED = isinstance(upkeep.malloc_kernel, InterpretedFunction)
+"""Whether the kernels run in Triton's interpreter."""
+
+
+def on_device(device: torch.device) -> torch.cuda.device:
+    """A context in which kernels are launched on ``device``; nothing changes for the CPU."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """The device that is meant, with its index.
+
+    Raises
+    ------
+    InvalidArgument
+        If the kernels, compiled or interpreted, cannot run there.
+    """
+    if device is None:
+        device = "cpu" if INTERPRETED else "cuda"
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise InvalidArgument(f"no such device: {device!r}") from error
+    if INTERPRETED:
+        if wanted.type != "cpu":
+            raise InvalidArgument(
+                f"under Triton's interpreter a heap lives on the CPU, not on {wanted}; unset "
+                "TRITON_INTERPRET before importing devalloc's kernels to use the GPU"
+            )
+        return wanted
+    if wanted.type != "cuda":
+        raise InvalidArgument(
+            f"a heap for compiled kernels lives on a CUDA device, not on {wanted}; to run on the "
+            "CPU set TRITON_INTERPRET=1 before the first use of devalloc.Heap"
+        )
+    if not torch.cuda.is_available():
+        raise InvalidArgument(
+            "no CUDA device is available; to run on the CPU set TRITON_INTERPRET=1 before the "
+            "first use of devalloc.Heap"
+        )
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    if index >= torch.cuda.device_count():
+        raise InvalidArgument(f"no such device: {wanted}; there are {torch.cuda.device_count()}")
+    return torch.device("cuda", index)

@@ -1,0 +1,143 @@
+"""What a kernel calls: malloc, free, usable_size, zeros, realloc.
+
+Each function is compiled either for an ordinary heap or for a debug heap, never for both: the
+handle of a debug heap is a pointer of another type (``table.is_debug``), so the choice is made
+while the kernel is compiled, and an ordinary heap pays nothing for it.
+"""
+
+import triton
+import triton.language as tl
+
+from .debug import (
+    free_guarded,
+    malloc_guarded,
+    realloc_guarded,
+    usable_guarded,
+)
+from .heap import free_any, malloc_any, usable_any
+from .lanes import is_block
+from .payload import copy, fill_zero
+from .table import control_block, is_debug
+
+
+@triton.jit
+def as_request(x, mask):
+    """``(values, active)``: int64 values in the shape of the request, scalar or 1-D block, and
+    which lanes take part."""
+    if is_block(x):
+        values = x.to(tl.int64)
+    else:
+        values = tl.full((), 0, tl.int64) + x
+    active = values == values
+    if mask is not None:
+        # (Not `active & mask`: the interpreter would keep that as integers.)
+        active = tl.where(mask, values * 0 + 1, 0) != 0
+        values = values + active.to(tl.int64) * 0
+    return values, active
+
+
+@triton.jit
+def malloc(heap, nbytes, mask=None, tag=0):
+    """Allocate device memory from a heap, inside a kernel.
+
+    Parameters
+    ----------
+    heap : pointer
+        ``Heap.handle``, passed to the kernel as an argument.
+    nbytes : int or int64 scalar, or 1-D block
+        Bytes wanted: one allocation for the program, or one per lane.
+    mask : bool of the same shape, optional
+        Lanes that take part. Others give 0.
+    tag : int scalar, or block of the same shape, optional
+        Whose memory this is, for the messages and the leak report of a debug heap: a number of
+        your own in 0..255, or what ``Heap.tag`` gave for a name. Not looked at in other heaps.
+
+    Returns
+    -------
+    int64 address(es), 0 where there is no memory. At least 16-byte aligned; a power of two up to
+    the page (64 KiB) is aligned to itself, larger requests to the page. 0 bytes gives 0 and is
+    no failure. A negative size gives 0 and is recorded as InvalidArgument; exhaustion gives 0
+    and is recorded as OutOfMemory.
+
+    Notes
+    -----
+    May be called by any program of any kernel on any stream of the heap's device. Two atomics in
+    a row for one request or for a block of equal requests. All programs of a heap may fail and
+    retry independently; null is returned only if no memory of that shape is free.
+    """
+    sizes, active = as_request(nbytes, mask)
+    if is_debug(heap):
+        addr = malloc_guarded(control_block(heap), sizes, active, tag, False)
+    else:
+        addr = malloc_any(heap, sizes, active)
+    return addr
+
+
+@triton.jit
+def free(heap, addr, mask=None):
+    """Give memory back. ``addr``: what malloc returned, scalar or 1-D block; 0 is ignored.
+
+    Everything the program did with the memory is ordered before anything its next owner does.
+    An address that is not a live allocation changes nothing and is recorded: DoubleFree if it
+    could have been one, InvalidFree if it could not. Two atomics in a row.
+    """
+    addrs, active = as_request(addr, mask)
+    if is_debug(heap):
+        free_guarded(control_block(heap), addrs, active)
+    else:
+        free_any(heap, addrs, active)
+
+
+@triton.jit
+def usable_size(heap, addr, mask=None):
+    """Bytes (int64) that may be used at ``addr``, at least what was asked for; 0 if nothing
+    lives there. In a debug heap exactly what was asked for. Two atomics side by side; changes
+    nothing."""
+    addrs, active = as_request(addr, mask)
+    if is_debug(heap):
+        size = usable_guarded(control_block(heap), addrs, active & (addrs != 0))
+    else:
+        size = usable_any(heap, addrs, active & (addrs != 0))
+    return size
+
+
+@triton.jit
+def zeros(heap, nbytes, mask=None, tag=0):
+    """:func:`malloc`, and the memory is zero."""
+    sizes, active = as_request(nbytes, mask)
+    if is_debug(heap):
+        addr = malloc_guarded(control_block(heap), sizes, active, tag, True)
+    else:
+        addr = malloc_any(heap, sizes, active)
+        fill_zero(addr, tl.where(addr != 0, sizes, 0))
+    return addr
+
+
+@triton.jit
+def realloc(heap, addr, nbytes, mask=None, tag=None):
+    """Resize allocations, as C's realloc: the content is kept up to the smaller size.
+
+    ``addr`` 0 allocates; ``nbytes`` 0 frees and gives 0; if the new size fits the block, the
+    address stays. 0 for any other request means that nothing happened: the old block is still
+    the caller's. A wrong ``addr`` is recorded as by :func:`free`, and gives 0. A block keeps its
+    ``tag`` unless another is given.
+    """
+    old, _all = as_request(addr, mask)
+    sizes, active = as_request(nbytes + old * 0, mask)
+    if is_debug(heap):
+        new = realloc_guarded(control_block(heap), old + sizes * 0, sizes, active, tag)
+    else:
+        new = realloc_any(heap, old + sizes * 0, sizes, active)
+    return new
+
+
+@triton.jit
+def realloc_any(heap, addr, nbytes, active):
+    have = usable_any(heap, addr, active & (addr != 0))
+    known = active & ((addr == 0) | (have > 0))
+    stays = known & (nbytes > 0) & (nbytes <= have)
+    moves = known & (stays == 0) & (nbytes != 0)
+    new = malloc_any(heap, nbytes, moves)
+    copy(addr, new, tl.where(new != 0, tl.minimum(have, nbytes), 0))
+    free_any(heap, addr, active & ((new != 0) | (nbytes == 0) | (known == 0)))
+    return tl.where(stays, addr, new)

@@ -1,0 +1,301 @@
+"""malloc, free, usable_size, zeros and realloc of a debug heap.
+
+A layer over ``heap``: it asks for more than the user does, keeps an entry per block in the table
+(``table``), and looks at the guards (``guards``) whenever it has a block to itself.
+
+Shared words and their writers
+    *Entry*: the malloc that claimed the block exchanges it; a free clears the live bit in it. Whose
+    `and` finds the bit set has the block to itself, for the heap's own live bit is still set: it
+    may look at the guards, poison the block, and only then give it to ``heap.free_any``.
+    *Mark*: see ``table``.
+Linearisation
+    malloc and a free that fails: as in ``heap``. A free that succeeds: the clearing of the entry's
+    live bit is what other frees see, the subtraction from the page word what mallocs see; a free in
+    between is a double free either way.
+Order
+    Poison is written before the fence at the start of ``free_any``, so the next malloc of the
+    block, which acquires behind it, reads poison. A free fences before it looks at guards, so that
+    it sees what was written before the address was handed to it, by whatever atomics.
+Reuse (ABA)
+    A free with an address that was handed out again is a free of the new block, as in ``heap``.
+Progress
+    As ``heap``: nothing waits. The cost of a call is bounded by the heap's reach, unless that is
+    unlimited; then it grows with the size of the block.
+"""
+
+import triton
+import triton.language as tl
+
+from .atomics import atomic_load, fence
+from .guards import (
+    FRONT_WORDS,
+    diagnose_lanes,
+    far_end,
+    guards_changed,
+    near_end,
+    poison_span,
+    poisoned_words,
+    span_changed,
+    write_guards,
+)
+from .heap import free_any, locate, malloc_any
+from .lanes import any_lane, first_lane, lane_index, pick
+from .layout import (
+    E_DOUBLE_FREE,
+    E_INVALID_FREE,
+    ERRORS,
+    MAX_SLOT,
+    PAGE_LOG2,
+    class_bytes,
+    is_slab,
+    page_class,
+    page_out,
+    page_word_ptr,
+)
+from .payload import copy, fill_zero
+from .table import (
+    BY_FREE,
+    BY_MALLOC,
+    BY_REALLOC,
+    EPOCH_SHIFT,
+    RUN_USE,
+    block_bytes,
+    clock_ticks,
+    entry_epoch,
+    entry_granule,
+    entry_ptr,
+    entry_size,
+    entry_tag,
+    live_flag,
+    mark_epoch,
+    mark_ptr,
+    mark_use,
+    pack_entry,
+    padded_size,
+    page_use,
+    record_fault,
+    renewed,
+)
+
+
+@triton.jit
+def load_entry(entry, active):
+    """Both words of the entries of blocks that the caller has; 0 in other lanes."""
+    word = tl.load(entry, mask=active, other=0)
+    return word, tl.load(entry + 1, mask=active, other=0)
+
+
+# malloc ---------------------------------------------------------------------------------------
+
+
+@triton.jit(noinline=True)
+def mark_run(heap, page, pages):
+    """Mark the pages of a new run behind its first (int32 scalars). Returns how many, from the
+    first on, were pages of a run that began here already."""
+    lane = tl.arange(0, 64)
+    known = pages
+    done = pages * 0 + 1
+    while done < pages:
+        place = done + lane
+        inside = place < pages
+        ptr = mark_ptr(heap, page + tl.where(inside, place, 0))
+        mark = atomic_load(ptr, inside)
+        anew = inside & (mark_use(mark) != place + RUN_USE)
+        tl.atomic_xchg(ptr, renewed(mark, place + RUN_USE), mask=anew, sem="relaxed")
+        known = tl.minimum(known, tl.min(tl.where(anew, place, known), axis=0))
+        done += 64
+    return known
+
+
+@triton.jit
+def adopt(heap, addr, padded, got):
+    """Look at what the blocks that the active lanes were just given have been through.
+
+    Returns ``(epoch, known, word)``: the epoch of their pages; the lanes whose block was one
+    before, since when nothing else lay there; and the first word of its entry. Writes after its
+    free are recorded, if they are within reach.
+    """
+    _inside, page, granule = locate(heap, addr, got)
+    use = page_use(padded)
+    ptr = mark_ptr(heap, page)
+    mark = atomic_load(ptr, got)
+    word, birth = load_entry(entry_ptr(heap, page, granule), got)
+    anew = got & (mark_use(mark) != use)
+    mark = tl.where(anew, renewed(mark, use), mark)
+    tl.atomic_xchg(ptr, mark, mask=anew, sem="relaxed")
+    epoch = mark_epoch(mark)
+    known = got & (anew == 0) & (word != 0) & (entry_epoch(birth) == epoch)
+    nbytes = entry_size(word)
+    block = block_bytes(padded)
+    # (Of a run, the pages that still are what they were when it was freed.)
+    words = block >> 3
+    large = got & (padded > MAX_SLOT)
+    lane = first_lane(large)
+    while any_lane(large & (lane_index(large) == lane)):
+        pages = mark_run(heap, pick(page, lane), pick(block >> PAGE_LOG2, lane).to(tl.int32))
+        here = lane_index(large) == lane
+        words = tl.where(here, pages.to(tl.int64) << (PAGE_LOG2 - 3), words)
+        lane = first_lane(large & (lane_index(large) > lane))
+    poisoned = tl.minimum(poisoned_words(heap, nbytes), words)
+    changed = span_changed(addr, nbytes & 0, poisoned, known)
+    slots = known & (large == 0)
+    changed = changed | guards_changed(addr, nbytes, block, FRONT_WORDS, slots)
+    changed = changed | span_changed(
+        addr, near_end(nbytes, block), far_end(heap, nbytes, block), slots
+    )
+    if any_lane(changed):
+        # (Of a run, what was behind its end may be another's by now.)
+        seen = tl.where(large, tl.minimum(nbytes, words << 3) & -8, block)
+        diagnose_lanes(heap, addr, seen, word, birth, poisoned, BY_MALLOC, 0, changed)
+    return epoch, known & (changed == 0), word
+
+
+@triton.jit
+def guard(heap, addr, nbytes, tag, epoch, near, front, active):
+    """Make blocks of the active lanes known: write the guards of those in ``near`` and ``front``,
+    then their entries."""
+    block = block_bytes(padded_size(nbytes))
+    write_guards(addr, nbytes, block, active & near, active & front)
+    poison_span(addr, near_end(nbytes, block), far_end(heap, nbytes, block), active & near)
+    _inside, page, granule = locate(heap, addr, active)
+    entry = entry_ptr(heap, page, granule)
+    birth = clock_ticks() + (epoch << EPOCH_SHIFT)
+    tl.store(entry + 1, birth, mask=active)
+    word = pack_entry(nbytes, tag + nbytes * 0, granule)
+    tl.atomic_xchg(entry, word, mask=active, sem="relaxed")
+    tl.debug_barrier()
+
+
+@triton.jit
+def malloc_guarded(heap, nbytes, active, tag, ZERO: tl.constexpr):
+    """``api.malloc``, or with ``ZERO`` ``api.zeros``, for int64 sizes."""
+    padded = padded_size(nbytes)
+    addr = malloc_any(heap, padded, active)
+    got = addr != 0
+    epoch, known, word = adopt(heap, addr, padded, got)
+    same = known & (entry_size(word) == nbytes)
+    if ZERO:
+        fill_zero(addr, tl.where(got, nbytes, 0))
+        same = known & (known == 0)
+    guard(heap, addr, nbytes, tag, epoch, same == 0, known == 0, got)
+    return addr
+
+
+# free -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def slot_or_run(state):
+    """Bytes (int64) of a block, by the word of its page."""
+    slot = class_bytes(page_class(state)).to(tl.int64)
+    return tl.where(is_slab(state), slot, page_out(state).to(tl.int64) << PAGE_LOG2)
+
+
+@triton.jit
+def check_guards(heap, addr, word, entry, block, finder, active):
+    """Look at the guards of live blocks that the active lanes have, record what was written to
+    them, and mend them."""
+    nbytes = entry_size(word)
+    changed = guards_changed(addr, nbytes, block, 0, active)
+    changed = changed | span_changed(
+        addr, near_end(nbytes, block), far_end(heap, nbytes, block), active
+    )
+    if any_lane(changed):
+        _word, birth = load_entry(entry, changed)
+        live = (addr & 0) - 1
+        diagnose_lanes(heap, addr, block, word, birth, live, finder, 1, changed)
+        # What was mended holds a few bytes of the block, which are poisoned next.
+        tl.debug_barrier()
+
+
+@triton.jit
+def free_guarded(heap, addr, active):
+    """``api.free`` for int64 addresses."""
+    active = active & (addr != 0)
+    inside, page, granule = locate(heap, addr, active)
+    entry = entry_ptr(heap, page, granule)
+    live = live_flag(granule)
+    fence(heap + ERRORS)
+    word = tl.atomic_and(entry, live ^ -1, mask=inside, sem="relaxed")
+    word = tl.where(inside, word, 0)
+    mine = (word & live) != 0
+    block = slot_or_run(atomic_load(page_word_ptr(heap, page), inside))
+    check_guards(heap, addr, word, entry, block, BY_FREE, mine)
+    poison_span(addr, addr & 0, poisoned_words(heap, entry_size(word)), mine)
+    wrong = active & (mine == 0)
+    if any_lane(wrong):
+        report_wrong(heap, addr, word, granule, wrong)
+    free_any(heap, addr, mine)
+
+
+@triton.jit
+def report_wrong(heap, addr, word, granule, wrong):
+    """Record the lanes that freed what is no live block: ``word`` is the entry there."""
+    dead = wrong & (word != 0) & (entry_granule(word) == (granule & 3))
+    kind = tl.where(dead, E_DOUBLE_FREE, E_INVALID_FREE)
+    block = tl.where(dead, addr, 0)
+    lane = first_lane(wrong)
+    while any_lane(wrong & (lane_index(wrong) == lane)):
+        at = pick(addr, lane)
+        owner = pick(tl.where(dead, word, 0), lane)
+        record_fault(
+            heap, pick(kind, lane), at, pick(block, lane), owner, at & 0, lane * 0 + BY_FREE
+        )
+        lane = first_lane(wrong & (lane_index(wrong) > lane))
+
+
+# usable_size and realloc ------------------------------------------------------------------------
+
+
+@triton.jit
+def live_entry(heap, addr, active):
+    """``(entry, word)`` at int64 addresses: the word is 0 where no block is live."""
+    inside, page, granule = locate(heap, addr, active)
+    entry = entry_ptr(heap, page, granule)
+    word = atomic_load(entry, inside)
+    return entry, tl.where((word & live_flag(granule)) != 0, word, 0)
+
+
+@triton.jit
+def usable_guarded(heap, addr, active):
+    _entry, word = live_entry(heap, addr, active)
+    return entry_size(word)
+
+
+@triton.jit
+def realloc_guarded(heap, addr, nbytes, active, tag):
+    """``api.realloc`` for int64 addresses and sizes. A block that shrinks gets its guards anew, so
+    what lies behind its new end is out of bounds from now on."""
+    entry, word = live_entry(heap, addr, active & (addr != 0))
+    have = entry_size(word)
+    known = active & ((addr == 0) | (word != 0))
+    stays = known & (nbytes > 0) & (nbytes <= have)
+    moves = known & (stays == 0) & (nbytes != 0)
+    if tag is None:
+        owner = entry_tag(word)
+    else:
+        owner = tag + nbytes * 0
+    padded = padded_size(nbytes)
+    new = malloc_any(heap, padded, moves)
+    got = new != 0
+    epoch, fresh, _old = adopt(heap, new, padded, got)
+    copy(addr, new, tl.where(got, tl.minimum(have, nbytes), 0))
+    guard(heap, new, nbytes, owner, epoch, got, fresh == 0, got)
+    if any_lane(stays):
+        shrink(heap, addr, nbytes, owner, word, entry, stays)
+    free_guarded(heap, addr, active & (got | (nbytes == 0) | (known == 0)))
+    return tl.where(stays, addr, new)
+
+
+@triton.jit
+def shrink(heap, addr, nbytes, owner, word, entry, stays):
+    """Give live blocks of the active lanes another size, not larger, where they are."""
+    _inside, page, granule = locate(heap, addr, stays)
+    block = slot_or_run(atomic_load(page_word_ptr(heap, page), stays))
+    fence(heap + ERRORS)
+    check_guards(heap, addr, word, entry, block, BY_REALLOC, stays)
+    less = stays & (nbytes != entry_size(word))
+    write_guards(addr, nbytes, block, less, less & (less == 0))
+    poison_span(addr, near_end(nbytes, block), far_end(heap, nbytes, block), less)
+    tl.atomic_xchg(entry, pack_entry(nbytes, owner, granule), mask=stays, sem="relaxed")
+    tl.debug_barrier()

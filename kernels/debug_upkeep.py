@@ -1,0 +1,118 @@
+"""Kernels that the host launches on a debug heap."""
+
+import triton
+import triton.language as tl
+
+from .api import malloc
+from .atomics import atomic_load
+from .guards import (
+    FRONT_WORDS,
+    diagnose_lanes,
+    far_end,
+    guards_changed,
+    near_end,
+    poisoned_words,
+    span_changed,
+)
+from .lanes import any_lane, count_lanes
+from .layout import (
+    NUM_CLASSES,
+    PAGE_LOG2,
+    class_bytes,
+    load_base,
+    page_out,
+    page_word_ptr,
+)
+from .table import (
+    BY_AUDIT,
+    CELL_GRANULES_LOG2,
+    PAGE_CELLS,
+    RUN_USE,
+    clock_ticks,
+    control_block,
+    entry_epoch,
+    entry_granule,
+    entry_ptr,
+    entry_size,
+    is_live,
+    mark_epoch,
+    mark_ptr,
+    mark_use,
+)
+
+
+@triton.jit
+def malloc_tagged_kernel(heap, sizes, addrs, n, tag, BLOCK: tl.constexpr):
+    """``addrs[i] = malloc(sizes[i], tag=tag)`` for i < n; one lane per request."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < n
+    size = tl.load(sizes + index, mask=inside, other=0)
+    tl.store(addrs + index, malloc(heap, size, inside, tag), mask=inside)
+
+
+@triton.jit
+def clock_kernel(ticks):
+    """The time by the clock of the table's entries."""
+    tl.store(ticks, clock_ticks())
+
+
+@triton.jit(noinline=True)
+def freed_run_bytes(heap, page, pages):
+    """Of a freed run of ``pages`` pages (int32 scalars), how many bytes (int64) from its start on
+    lie in pages that have been nothing else since."""
+    lane = tl.arange(0, 64)
+    known = pages
+    done = pages * 0
+    while done < known:
+        place = done + lane
+        inside = place < pages
+        mark = atomic_load(mark_ptr(heap, page + tl.where(inside, place, 0)), inside)
+        other = inside & (mark_use(mark) != place + RUN_USE)
+        known = tl.minimum(known, tl.min(tl.where(other, place, known), axis=0))
+        done += 64
+    return known.to(tl.int64) << PAGE_LOG2
+
+
+@triton.jit
+def audit_kernel(heap, live_count, BLOCK: tl.constexpr):
+    """Look at the guards of all blocks that begin in ``BLOCK`` cells, live or freed, record those
+    that have changed, and add the number of live ones to ``live_count``. The heap is at rest."""
+    heap = control_block(heap)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    page = (first // PAGE_CELLS).to(tl.int32)
+    cell = (first % PAGE_CELLS).to(tl.int32) + tl.arange(0, BLOCK)
+    entry = entry_ptr(heap, page, cell << CELL_GRANULES_LOG2)
+    word = tl.load(entry)
+    birth = tl.load(entry + 1)
+    mark = atomic_load(mark_ptr(heap, page))
+    used = (word != 0) & (entry_epoch(birth) == mark_epoch(mark))
+    if any_lane(used):
+        live = used & is_live(word)
+        freed = used & (live == 0)
+        granule = (cell << CELL_GRANULES_LOG2) + entry_granule(word)
+        start = load_base(heap) + (page.to(tl.int64) << PAGE_LOG2)
+        addr = start + (granule << 4).to(tl.int64)
+        nbytes = entry_size(word)
+        use = mark_use(mark)
+        block = class_bytes(tl.minimum(use, NUM_CLASSES - 1)).to(tl.int64) + nbytes * 0
+        words = block >> 3
+        slots = freed
+        if use >= RUN_USE:
+            # One block, which begins with the page.
+            slots = freed & (freed == 0)
+            length = page_out(atomic_load(page_word_ptr(heap, page))).to(tl.int64)
+            block = nbytes * 0 + (length << PAGE_LOG2)
+            if any_lane(freed):
+                size = tl.sum(tl.where(freed, nbytes, 0), axis=0)
+                pages = ((size - 1) >> PAGE_LOG2).to(tl.int32) + 1
+                block = tl.minimum(freed_run_bytes(heap, page, pages), nbytes) & -8
+                words = block >> 3
+        poisoned = tl.where(live, -1, tl.minimum(poisoned_words(heap, nbytes), words))
+        changed = guards_changed(addr, nbytes, block, 0, live)
+        changed = changed | guards_changed(addr, nbytes, block, FRONT_WORDS, slots)
+        changed = changed | span_changed(addr, nbytes & 0, poisoned, freed)
+        end = far_end(heap, nbytes, block)
+        changed = changed | span_changed(addr, near_end(nbytes, block), end, live | slots)
+        if any_lane(changed):
+            diagnose_lanes(heap, addr, block, word, birth, poisoned, BY_AUDIT, 0, changed)
+        tl.atomic_add(live_count, count_lanes(live).to(tl.int64), sem="relaxed")

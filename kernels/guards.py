@@ -1,0 +1,271 @@
+"""Guards of a debug heap: bytes that nobody should change, and looking whether somebody did.
+
+Every byte of a guard is POISON_BYTE. The guards of a live block of n bytes are
+
+    front   the 16 bytes before it, which are the last of the slot before
+    near    from its end on: up to four words, up to the next block's front
+
+and, if the heap's reach is unlimited, everything from there to the next block's front. What was
+freed is poison as far as the heap reaches: its first REACH words. Guards of a freed block are its
+poison and its near zone.
+
+Why the front may lie in another's slot: a block has 32 bytes more than was asked for, so the last
+16 of a slot or run are nobody's memory, whoever has it. They are written by the malloc that first
+gets the block behind them, and never change again until the page is cut for something else.
+
+Concurrency: near zone and poison belong to whoever has the block. The front may be written or
+mended by the two neighbours at once, both of whom write poison.
+
+A branch is taken on what is read here by plain loads, although a stray write may come in between.
+So no two threads of a program may read one word: all tiles have at least as many elements as the
+program has threads, and what is computed from them is agreed upon in a reduction.
+"""
+
+import triton
+import triton.language as tl
+
+from .bits import lowest_bit
+from .lanes import any_lane, first_lane, is_block, lane_index, pick
+from .layout import load_immutable
+from .payload import as_column
+from .table import E_OVERFLOW, E_USE_AFTER_FREE, REACH_WORD, entry_size, record_fault
+from .target import has_ptx
+
+POISON_BYTE = 0xDB
+POISON = tl.constexpr(0xDBDBDBDBDBDBDBDB - (1 << 64))
+MAX_THREADS = tl.constexpr(1024)  # of a program
+FRONT_WORDS = tl.constexpr(2)
+GUARD_WORDS = tl.constexpr(6)  # two of the front and four near
+LONG_SPAN = tl.constexpr(512)  # words; longer spans are handled one by one by the whole program
+UNLIMITED = tl.constexpr(1 << 40)  # a reach of so many words or more
+NOWHERE = tl.constexpr(1 << 62)
+
+
+@triton.jit
+def reach(heap):
+    """How many words of a freed block are poisoned at most (int64)."""
+    return load_immutable(heap, REACH_WORD)
+
+
+@triton.jit
+def near_end(nbytes, block):
+    """First word behind the near zone of a block of ``nbytes`` in ``block`` bytes."""
+    return tl.minimum((nbytes >> 3) + 4, (block >> 3) - FRONT_WORDS)
+
+
+@triton.jit
+def far_end(heap, nbytes, block):
+    """First word behind what is guarded after the end of a live block."""
+    last = (block >> 3) - FRONT_WORDS
+    return tl.where(reach(heap) >= UNLIMITED, last, near_end(nbytes, block))
+
+
+@triton.jit
+def poisoned_words(heap, nbytes):
+    """How many words of a freed block of ``nbytes`` bytes are poison."""
+    return tl.minimum((nbytes + 7) >> 3, reach(heap))
+
+
+@triton.constexpr_function
+def columns(model, least, threads):
+    """Columns of a tile with a row per lane of ``model``, of a program of ``threads`` threads: no
+    more than needed, for they cost registers."""
+    shape = getattr(model, "shape", ())
+    return max(least, threads // int(shape[0] if len(shape) else 1))
+
+
+@triton.jit
+def any_column(flags, model):
+    """Per lane of ``model``: is a flag in its row of the tile set?"""
+    rows = tl.max(flags.to(tl.int32), axis=1)
+    if is_block(model):
+        found = rows > 0
+    else:
+        found = tl.max(rows, axis=0) > 0
+    return found
+
+
+@triton.jit
+def guard_tile(addr, nbytes, block, first, step: tl.constexpr):
+    """``(pointers, inside, mask)`` of ``step`` guard words of each lane's block from the
+    ``first`` on, as a tile: mask has the bits of a word that are the guard's."""
+    column = first + tl.arange(0, step)[None, :].to(tl.int64)
+    end = as_column(nbytes) >> 3
+    index = tl.where(column < FRONT_WORDS, column - FRONT_WORDS, end + column - FRONT_WORDS)
+    inside = (column < GUARD_WORDS) & (index < as_column(near_end(nbytes, block)))
+    ptr = as_column(addr).to(tl.pointer_type(tl.int64)) + index
+    shift = (as_column(nbytes) & 7) << 3
+    mask = tl.where(column == FRONT_WORDS, (index & 0) - 1 << shift, -1)
+    return ptr, inside, mask
+
+
+@triton.jit
+def guards_changed(addr, nbytes, block, first: tl.constexpr, active):
+    """Which of the active lanes' blocks have a guard word that is not poison. Those from
+    ``first`` on are looked at: FRONT_WORDS leaves the front out."""
+    if has_ptx():
+        step: tl.constexpr = columns(addr, 2, tl.extra.cuda.num_threads())
+    else:
+        step: tl.constexpr = columns(addr, 2, MAX_THREADS)
+    active = as_column(active.to(tl.int32)) != 0
+    changed = nbytes < 0
+    at = tl.full((), first, tl.int32)
+    while at < GUARD_WORDS:
+        ptr, inside, mask = guard_tile(addr, nbytes, block, at, step)
+        words = tl.load(ptr, mask=inside & active, other=POISON)
+        changed = changed | any_column(((words ^ POISON) & mask) != 0, addr)
+        at += step
+    return changed
+
+
+@triton.jit
+def write_guards(addr, nbytes, block, near, front):
+    """Poison the near zones of the lanes in ``near`` and the fronts of those in ``front``."""
+    if has_ptx():
+        step: tl.constexpr = columns(addr, 2, tl.extra.cuda.num_threads())
+    else:
+        step: tl.constexpr = columns(addr, 2, MAX_THREADS)
+    near = as_column(near.to(tl.int32))
+    front = as_column(front.to(tl.int32))
+    at = tl.full((), 0, tl.int32)
+    while at < GUARD_WORDS:
+        ptr, inside, mask = guard_tile(addr, nbytes, block, at, step)
+        column = at + tl.arange(0, step)[None, :]
+        inside = inside & (tl.where(column < FRONT_WORDS, front, near) != 0)
+        # One word may be the block's in part.
+        words = tl.load(ptr, mask=inside & (mask != -1), other=POISON)
+        tl.store(ptr, (words & (mask ^ -1)) | (mask & POISON), mask=inside)
+        at += step
+
+
+@triton.jit
+def span_changed(addr, start, end, active):
+    """Which of the active lanes have a word that is not poison in [start, end), counted from
+    their address."""
+    count = tl.where(active, end - start, 0)
+    long = count > LONG_SPAN
+    count = tl.where(long, 0, count)
+    changed = count < 0
+    most = tl.max(tl.max(as_column(count), axis=1), axis=0)
+    if has_ptx():
+        step: tl.constexpr = columns(addr, 4, tl.extra.cuda.num_threads())
+    else:
+        step: tl.constexpr = columns(addr, 4, MAX_THREADS)
+    column = tl.arange(0, step)[None, :].to(tl.int64)
+    ptr = as_column(addr).to(tl.pointer_type(tl.int64)) + as_column(start)
+    at = most * 0
+    while at < most:
+        words = tl.load(ptr + at + column, mask=at + column < as_column(count), other=POISON)
+        changed = changed | any_column(words != POISON, addr)
+        at += step
+    lane = first_lane(long)
+    while any_lane(long & (lane_index(long) == lane)):
+        here = pick(addr, lane)
+        found = scan(here, pick(start, lane), pick(end, lane), here & 0, here & 0)
+        changed = changed | (lane_index(long) == tl.where(found != NOWHERE, lane, -1))
+        lane = first_lane(long & (lane_index(long) > lane))
+    return changed
+
+
+@triton.jit
+def poison_span(addr, start, end, active):
+    """Poison the words in [start, end) of the active lanes, counted from their address."""
+    count = tl.where(active, end - start, 0)
+    long = count > LONG_SPAN
+    count = tl.where(long, 0, count)
+    most = tl.max(tl.max(as_column(count), axis=1), axis=0)
+    if has_ptx():
+        step: tl.constexpr = columns(addr, 4, tl.extra.cuda.num_threads())
+    else:
+        step: tl.constexpr = columns(addr, 4, MAX_THREADS)
+    column = tl.arange(0, step)[None, :].to(tl.int64)
+    ptr = as_column(addr).to(tl.pointer_type(tl.int64)) + as_column(start)
+    at = most * 0
+    while at < most:
+        inside = at + column < as_column(count)
+        tl.store(ptr + at + column, (at & 0) + POISON + column * 0, mask=inside)
+        at += step
+    lane = first_lane(long)
+    while any_lane(long & (lane_index(long) == lane)):
+        poison_long(pick(addr, lane), pick(start, lane), pick(end, lane))
+        lane = first_lane(long & (lane_index(long) > lane))
+
+
+@triton.jit(noinline=True)
+def poison_long(addr, start, end):
+    """:func:`poison_span` of one block (int64 scalars), by the whole program; returns 0."""
+    lane = tl.arange(0, MAX_THREADS).to(tl.int64)
+    at = start
+    while at < end:
+        ptr = (addr + (at + lane) * 8).to(tl.pointer_type(tl.int64))
+        tl.store(ptr, tl.full((MAX_THREADS,), POISON, tl.int64), mask=at + lane < end)
+        at += MAX_THREADS
+    return addr & 0
+
+
+@triton.jit(noinline=True)
+def scan(addr, start, end, skip, mend):
+    """Address of the lowest byte that is not poison in words [start, end), counted from ``addr``,
+    of the first of which ``skip`` bytes are not looked at; NOWHERE if all are. int64 scalars.
+    With ``mend`` != 0 the words are made poison again."""
+    lane = tl.arange(0, MAX_THREADS).to(tl.int64)
+    found = (addr & 0) + NOWHERE
+    at = start
+    while at < end:
+        index = at + lane
+        inside = index < end
+        mask = tl.where(index == start, (index & 0) - 1 << (skip << 3), -1)
+        ptr = (addr + index * 8).to(tl.pointer_type(tl.int64))
+        words = tl.load(ptr, mask=inside, other=POISON)
+        wrong = (words ^ POISON) & mask
+        byte = addr + index * 8 + (lowest_bit(wrong) >> 3).to(tl.int64)
+        found = tl.minimum(found, tl.min(tl.where(wrong != 0, byte, NOWHERE), axis=0))
+        if mend != 0:
+            tl.store(ptr, (words & (mask ^ -1)) | (mask & POISON), mask=inside & (wrong != 0))
+        at += MAX_THREADS
+    return found
+
+
+@triton.jit(noinline=True)
+def diagnose(heap, addr, block, word, birth, poisoned, finder, mend):
+    """Find out what happened to a block some guard of which has changed, record it, and mend the
+    guards if ``mend`` is not 0; returns 0.
+
+    Scalars: ``block`` bytes from ``addr`` on, the words of its entry, and how many words of it are
+    poison because it is freed; -1 if it is live.
+    """
+    nbytes = entry_size(word)
+    live = poisoned < 0
+    start = tl.where(live, poisoned * 0 - FRONT_WORDS, 0)
+    low = scan(addr, start, tl.maximum(poisoned, 0), addr & 0, mend)
+    high = scan(addr, nbytes >> 3, far_end(heap, nbytes, block), nbytes & 7, mend)
+    if live:
+        kind = finder * 0 + E_OVERFLOW
+        if low != NOWHERE:
+            record_fault(heap, kind, low, addr, word, birth, finder)
+        if high != NOWHERE:
+            record_fault(heap, kind, high, addr, word, birth, finder)
+    else:
+        at = tl.minimum(low, high)
+        if at != NOWHERE:
+            kind = finder * 0 + E_USE_AFTER_FREE
+            record_fault(heap, kind, at, addr, word, birth, finder)
+    return finder
+
+
+@triton.jit
+def diagnose_lanes(heap, addr, block, word, birth, poisoned, finder, mend, wrong):
+    """:func:`diagnose` the blocks of the lanes in ``wrong``; ``finder`` and ``mend`` scalars."""
+    lane = first_lane(wrong)
+    while any_lane(wrong & (lane_index(wrong) == lane)):
+        diagnose(
+            heap,
+            pick(addr, lane),
+            pick(block, lane),
+            pick(word, lane),
+            pick(birth, lane),
+            pick(poisoned, lane),
+            lane * 0 + finder,
+            lane * 0 + mend,
+        )
+        lane = first_lane(wrong & (lane_index(wrong) > lane))
