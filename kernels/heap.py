@@ -7,8 +7,6 @@ one ticket, a single subtraction; the other lanes take one each, all in one inst
 A malloc is two dependent round trips to memory: the ticket and the claim of the live bit. A free
 is two: the clearing of the live bit, and the subtraction from the page's account. Everything else
 is behind a branch.
-
-Owns the live bits: the bit of an address is set while an allocation begins there.
 """
 
 import triton
@@ -138,7 +136,8 @@ def malloc_any(heap, nbytes, active):
         if is_block(nbytes):
             # (A scalar waits further down, where it costs fewer registers.)
             if stripe_credits(word) < 0:
-                whole = count >= slots_of(size) * DRY_PAGES
+                # (Where everybody draws, nobody refills: somebody has to take that duty.)
+                whole = (count >= slots_of(size) * DRY_PAGES) & (is_drawing(word) == 0)
                 if (whole == 0) & (count == count_lanes(small)):
                     word, duty = await_slots(heap, cls, count)
     if is_block(nbytes):
