@@ -13,13 +13,14 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from benchmarks import bench_order, checks, plots, tables
+from benchmarks import arena_tables, bench_arena, bench_order, checks, plots, replay_tables, tables
 from benchmarks.comparison import PEERS, TARGETS, Results, compare, peer_floor, show
 from benchmarks.results import RESULTS, ROOT, newest, read_rows
 from benchmarks.rows import WIDTHS
 
 DOCUMENT = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
+HOST = ROOT / "docs" / "host.md"
 ALL_ROWS = RESULTS / "README.md"
 DEVICE_TABLE, README_TABLE = "device", "readme"
 
@@ -64,6 +65,14 @@ def write_documents(
     return [*paths, *drawn]
 
 
+def write_host_document(document: Path = HOST) -> None:
+    """The newest rows of ``bench_arena`` and the replayed traces into ``document``."""
+    blocks = arena_tables.blocks(read_rows(newest(bench_arena.FOLDER)))
+    blocks["replay"] = replay_tables.tables_of(replay_tables.replay_all())
+    for name, text in blocks.items():
+        tables.write_block(document, name, text)
+
+
 @click.command("compare")
 @click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--write-docs", is_flag=True, help="Put tables and plots into the documents.")
@@ -90,6 +99,8 @@ def main(files: tuple[Path, ...], write_docs: bool, lanes: int, warps: int) -> N
         short = tables.short_table(lines)
         for path in write_documents(rows, tables.markdown(lines, about), short, found, about):
             click.echo(f"wrote {path}")
+        write_host_document()
+        click.echo(f"wrote {HOST}")
 
 
 if __name__ == "__main__":

@@ -146,6 +146,12 @@ def all_tables(
     return "\n\n".join(text) + "\n"
 
 
+def table(head: tuple[str, ...], numbers_from: int, body: list[tuple[str, ...]]) -> str:
+    """Markdown; the columns from ``numbers_from`` on are numbers."""
+    rule = ["---" if at < numbers_from else "---:" for at in range(len(head))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, tuple(rule), *body))
+
+
 # Documents ---------------------------------------------------------------------------------------
 
 

@@ -1,14 +1,12 @@
 """`Arena`: a caching allocator for one device, and tensors and heaps in its memory.
 
-A tensor's memory returns with the last reference to its storage, autograd's included: a weak
-reference to the storage object calls back. The references are held here, and hold the cache, so
-that an arena that nobody refers to lives on until its last tensor is gone.
+A tensor's memory returns with the last reference to its storage, autograd's included; see
+`devalloc.tensors`. An arena that nobody refers to lives on until its last tensor is gone.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,10 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from devalloc.arena_options import known_source, resolve_limit, resolve_source, sizes_of
 from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import InvalidArgument, OutOfMemory
 from devalloc.sizes import format_size, parse_size
-from devalloc.sources import AsyncSource, CudaSource, HostSource, Segment, Source
+from devalloc.sources import Segment, SimulatedSource, Source
+from devalloc.tensors import Key, TensorStay
 
 if TYPE_CHECKING:
     from devalloc.heap import Heap
@@ -31,23 +31,6 @@ if TYPE_CHECKING:
 
 class TorchOutOfMemory(OutOfMemory, torch.OutOfMemoryError):
     """`OutOfMemory` for code that expects PyTorch's error."""
-
-
-class _Owner(weakref.ref):
-    """A storage's end returns its block."""
-
-    __slots__ = ("address", "cache")
-
-    address: int
-    cache: Cache
-
-
-_OWNERS: set[_Owner] = set()
-
-
-def _storage_gone(owner: _Owner) -> None:
-    _OWNERS.discard(owner)
-    owner.cache.free(owner.address)
 
 
 class Block:
@@ -104,18 +87,68 @@ class Arena:
         *,
         share_streams: bool = False,
     ) -> None:
-        self._source = _resolve_source(device, source)
+        self._source = resolve_source(device, source)
         self.device = self._source.device
         self._cache = Cache(
             self._source,
             policy,
-            limit=_resolve_limit(limit, self.device),
+            limit=resolve_limit(limit, self.device),
             share_streams=share_streams,
         )
+        self._streams = self._cache.streams
+        self._parking = self._cache.parking
         self._closed = False
+        self._installed = False
         self._pytorch: Pool | None = None
         # For an arena that is dropped without close(). Living tensors keep the cache.
         weakref.finalize(self, self._cache.close).atexit = False
+
+    @classmethod
+    def install(
+        cls,
+        device: torch.device | str | int | None = None,
+        source: str | Source | None = None,
+        policy: str | Policy = "torch",
+        limit: int | str | float | None = None,
+        *,
+        share_streams: bool = False,
+    ) -> Arena:
+        """An arena that is PyTorch's CUDA allocator for the whole process, all threads.
+
+        Call it before anything uses the GPU; what else would be CUDA's default device is `device`.
+        For a second device call it again. It cannot be undone, and the arena lives as long as the
+        process.
+
+        Every tensor is a block of the arena: the policy decides, `stats`, `snapshot`, the limit and
+        history are of everything, and ``Tensor.record_stream`` and ``torch.cuda.empty_cache`` reach
+        it. Each allocation calls back into Python; `use` is faster. PyTorch's own statistics raise
+        RuntimeError. Capture graphs within `capture`.
+
+        PyTorch does not look at whether such an allocator failed. When the arena runs out, its
+        error is shown as a `devalloc.interop.pluggable.AllocationWarning`, and the tensor has the
+        address 0. What works with it fails: with RuntimeError, or with CUDA's illegal memory
+        access, after which the process cannot use the GPU any more. A program that means to survive
+        running out needs `use`, where it is a ``torch.OutOfMemoryError``.
+
+        Raises
+        ------
+        InvalidArgument
+            If CUDA is in use by PyTorch already, if there is an arena for this device, or as of
+            `Arena`; also if there is no CUDA device.
+        """
+        from devalloc.interop import pluggable
+
+        if not torch.cuda.is_available():
+            raise InvalidArgument("no CUDA device is available: there is no allocator to replace")
+        if isinstance(source, str):
+            known_source(source)
+        # Options that cannot work are found without memory: what follows cannot be undone.
+        cls(source=SimulatedSource(), policy=policy, limit=limit)
+        pluggable.replace_allocator()
+        arena = cls(device, source, policy, limit, share_streams=share_streams)
+        pluggable.serve(arena._cache, arena)
+        arena._installed = True
+        return arena
 
     # Life -----------------------------------------------------------------------------------------
 
@@ -128,7 +161,14 @@ class Arena:
 
         Memory of living tensors, heaps and blocks goes back when they do. Waits for streams that
         still use freed memory. Closing twice is harmless.
+
+        Raises
+        ------
+        InvalidArgument
+            If the arena was made by `install`.
         """
+        if self._installed:
+            raise InvalidArgument("the arena is PyTorch's allocator until the process ends")
         if not self._closed:
             self._closed = True
             if self._pytorch is not None:
@@ -183,28 +223,47 @@ class Arena:
         OutOfMemory
             Also a ``torch.OutOfMemoryError``.
         InvalidArgument
-            For a negative size, or a closed arena.
+            For a shape that is not of sizes of at least 0, a type or stream that is none, or a
+            closed arena.
         """
-        self._require_open()
         dims = (shape,) if isinstance(shape, int) else tuple(shape)
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        if any(size < 0 for size in dims):
-            raise InvalidArgument(f"a shape has no negative sizes: {dims}")
+        if dtype is None:
+            dtype = torch.get_default_dtype()
+        key = dims, dtype, self._streams.current() if stream is None else stream
+        parked = self._parking.stacks.get(key)
+        if parked and not self._parking.closed and type(math.prod(dims)) is int:
+            try:
+                tensor: torch.Tensor = parked.pop().take()
+                return tensor
+            except IndexError:
+                pass  # another thread was faster
+        return self._new_tensor(key)
+
+    def _new_tensor(self, key: Key) -> torch.Tensor:
+        self._require_open()
+        dims, dtype, stream = key
+        for size in dims:
+            if type(size) is not int or size < 0:
+                dims = sizes_of(dims)
+                key = dims, dtype, stream
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidArgument(f"{dtype!r} is no torch.dtype")
         nbytes = math.prod(dims) * dtype.itemsize
-        tensor = torch.empty(0, dtype=dtype, device=self.device)
         if nbytes == 0:
-            return tensor.view(dims)
+            return torch.empty(dims, dtype=dtype, device=self.device)
         address = self._malloc(nbytes, stream)
-        storage = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
-        owner = _Owner(storage, _storage_gone)
-        owner.address = address
-        owner.cache = self._cache
-        _OWNERS.add(owner)
-        return tensor.set_(storage, 0, dims)  # type: ignore[call-overload]
+        try:
+            stay = TensorStay(self._cache, key, address, nbytes)
+        except BaseException:
+            self._cache.free(address)
+            raise
+        return stay.take()
 
     def _malloc(self, nbytes: int, stream: int | None) -> int:
         cache = self._cache
-        owner = cache.streams.current() if stream is None else stream
+        owner = self._streams.current() if stream is None else stream
+        if type(owner) is not int:
+            raise InvalidArgument(f"a stream is given by its handle, an int, not {owner!r}")
         try:
             try:
                 return cache.malloc(nbytes, owner)
@@ -253,17 +312,29 @@ class Arena:
         Raises
         ------
         InvalidArgument
-            If the memory is not a live allocation of this arena.
+            If the memory is not a live allocation of this arena, or the stream not of its device.
         """
-        handle = stream if isinstance(stream, int) else stream.cuda_stream
+        handle = stream if isinstance(stream, int) else self._handle(stream)
         if isinstance(what, Block):
             if what.arena is not self:
                 raise InvalidArgument(f"{what!r} is no block of {self!r}")
             address = what.address
-        else:
+        elif isinstance(what, torch.Tensor) and self._is_here(what.device):
             address = what.untyped_storage().data_ptr()
+        else:
+            place = f"a tensor on {what.device}" if isinstance(what, torch.Tensor) else repr(what)
+            raise InvalidArgument(f"{place} is no memory of {self!r}")
         if address:
             self._cache.record_stream(address, handle)
+
+    def _is_here(self, device: torch.device) -> bool:
+        # The device of a source of the caller's may have no index.
+        return device.type == self.device.type and self.device.index in (None, device.index)
+
+    def _handle(self, stream: torch.cuda.Stream) -> int:
+        if not isinstance(stream, torch.cuda.Stream) or not self._is_here(stream.device):
+            raise InvalidArgument(f"{stream!r} is no stream of {self.device}")
+        return stream.cuda_stream
 
     # Graphs ---------------------------------------------------------------------------------------
 
@@ -277,6 +348,11 @@ class Arena:
 
         Meanwhile nothing is queried, waited for, or given back to the source. The pool keeps its
         memory until its last `PrivatePool.release`.
+
+        Raises
+        ------
+        InvalidArgument
+            For a closed arena, or a pool that is not this arena's or has been released.
         """
         self._require_open()
         return self._cache.route(pool, capture=True)
@@ -305,14 +381,18 @@ class Arena:
         Raises
         ------
         InvalidArgument
-            For a closed arena, if `use` is active on another thread or for another arena, or for a
-            source other than ``"cuda"`` and ``"async"``: adaptors could wait for locks.
+            For a closed arena, if `use` is active on another thread or for another arena, after
+            `install`, or for a source other than ``"cuda"`` and ``"async"``: adaptors could wait
+            for locks.
         torch.OutOfMemoryError
             From PyTorch, when limit or source refuse a segment; its cause is the arena's error.
         """
+        from devalloc.interop import pluggable
         from devalloc.interop.pytorch import Pool
 
         self._require_open()
+        if pluggable.installed():
+            raise InvalidArgument("an arena serves all of PyTorch already; use() would do nothing")
         if self._pytorch is None:
             self._pytorch = Pool(self._cache)
             weakref.finalize(self, self._pytorch.forsake).atexit = False
@@ -360,7 +440,7 @@ class Arena:
 
     def set_limit(self, limit: int | str | float | None) -> None:
         """Change the limit; InvalidArgument if it is below what is in use."""
-        self._cache.set_limit(_resolve_limit(limit, self.device))
+        self._cache.set_limit(resolve_limit(limit, self.device))
 
     def empty_cache(self) -> int:
         """Give all idle memory back to the source; bytes. Waits for pending frees.
@@ -402,53 +482,3 @@ class _ArenaSource:
 
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
         return self._arena._source.view(segment, offset, nbytes)
-
-
-_SOURCES: dict[str, Callable[[torch.device], Source]] = {
-    "cuda": CudaSource,
-    "async": AsyncSource,
-    "host": lambda device: HostSource(),
-}
-
-
-def _resolve_source(device: torch.device | str | int | None, source: str | Source | None) -> Source:
-    if source is not None and not isinstance(source, str):
-        if device is not None and torch.device(device) != source.device:
-            raise InvalidArgument(f"the source is on {source.device}, not on {device}")
-        return source
-    try:
-        wanted = None if device is None else torch.device(device)
-    except RuntimeError as error:
-        raise InvalidArgument(f"no such device: {device!r}") from error
-    if source is None:
-        cuda = torch.cuda.is_available() if wanted is None else wanted.type == "cuda"
-        source = "cuda" if cuda else "host"
-    if source not in _SOURCES:
-        raise InvalidArgument(f"unknown source {source!r}; there are {', '.join(_SOURCES)}")
-    kind = "cpu" if source == "host" else "cuda"
-    if wanted is not None and wanted.type != kind:
-        raise InvalidArgument(f"the source {source!r} has no memory on {wanted}")
-    if kind == "cpu":
-        return _SOURCES[source](torch.device("cpu"))
-    if not torch.cuda.is_available():
-        raise InvalidArgument('no CUDA device is available; use source="host" on this machine')
-    index = torch.cuda.current_device() if wanted is None or wanted.index is None else wanted.index
-    if index >= torch.cuda.device_count():
-        raise InvalidArgument(f"no such device: {wanted}; there are {torch.cuda.device_count()}")
-    return _SOURCES[source](torch.device("cuda", index))
-
-
-def _resolve_limit(limit: int | str | float | None, device: torch.device) -> int | None:
-    if limit is None:
-        return None
-    if not isinstance(limit, float):
-        return parse_size(limit)
-    if not 0 < limit <= 1:
-        raise InvalidArgument(f"a limit that is a fraction lies over 0 and up to 1, not {limit}")
-    return int(limit * _device_memory(device))
-
-
-def _device_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -220,6 +220,7 @@ class Benchmarks(click.Group):
     """The commands of ``benchmarks/``, each imported when it is used."""
 
     MODULES = {  # noqa: RUF012
+        "arena": "bench_arena",
         "compare": "compare",
         "device": "bench_device",
         "litmus": "bench_litmus",
@@ -245,7 +246,7 @@ class Benchmarks(click.Group):
 
 @main.command(cls=Benchmarks)
 def bench() -> None:
-    """Measure the heap, and set the rows beside peers and targets (in a checkout)."""
+    """Measure heap and arenas, and set the rows beside peers and targets (in a checkout)."""
 
 
 def require_folder(output: Path) -> None:

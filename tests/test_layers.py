@@ -37,6 +37,7 @@ HOST_LAYERS = [
     {"sources", "heap_state", "leaks"},
     {"debug_table"},
     {"cache", "heap"},
+    {"tensors", "arena_options"},
     {"interop"},
     {"arena"},
     {"__init__"},

@@ -6,7 +6,8 @@ when the interrupted call is over (`_inside`).
 
 The short way through `malloc` and `free` is for exact fits when nothing unusual is going on;
 `_attention` is set while something is: recorded uses by other streams, pending events, routes to
-private pools, history, waiting threads, a policy that wants to see every call.
+private pools, history, waiting threads, a policy that wants to see every call. What is parked
+(`devalloc.cache.parking`) is freed before anything else happens.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from devalloc.cache import describe
 from devalloc.cache import ledger as rows
 from devalloc.cache.bfc_policy import BfcPolicy
 from devalloc.cache.blocks import FREE, LIVE, Block, PoolSet
+from devalloc.cache.parking import Parking
 from devalloc.cache.policies import make_policy
 from devalloc.cache.policy import Policy
 from devalloc.cache.store import Request
@@ -95,6 +97,7 @@ class Core:
         self._next_pool = 1
         self._plans: dict[int, tuple[int, int]] = {}
         self._attention = False
+        self.parking = Parking(self._store, self._settle)
         self._watch()
 
     # The short way --------------------------------------------------------------------------------
@@ -128,6 +131,8 @@ class Core:
                 )
             self._inside = True
             try:
+                if self.parking.stacks:
+                    self._free_noted()
                 if (
                     self._attention
                     or self._returned
@@ -227,12 +232,24 @@ class Core:
                 yield self._store
                 self._free_noted()
             finally:
-                self._inside = False
                 self._watch()
+                if self._attention:
+                    self._free_noted()  # what was parked before the flag was up
+                self._inside = False
+
+    def _settle(self) -> None:
+        """Free what is parked, unless this thread is inside: then the next call does."""
+        with self._lock:
+            if not self._inside:
+                self._inside = True
+                try:
+                    self._free_noted()
+                finally:
+                    self._inside = False
 
     def _watch(self) -> None:
         store = self._store
-        self._attention = bool(
+        self._attention = self.parking.closed = bool(
             store.uses
             or store.queues
             or store.deferred
@@ -246,10 +263,18 @@ class Core:
 
     def _free_noted(self) -> None:
         while self._returned:
-            address = self._returned.popleft()
-            block = self._store.blocks.get(address)
-            if block is not None and block.state == LIVE:
+            self._free_if_live(self._returned.popleft())
+        if self.parking.stacks:
+            for address in self.parking.clear():
+                self._free_if_live(address)
+
+    def _free_if_live(self, address: int) -> None:
+        block = self._store.blocks.get(address)
+        if block is not None and block.state == LIVE:
+            if self._attention:
                 self._free(block)
+            else:
+                self._store.put_back(block)  # which is all when nothing unusual is going on
 
     def _malloc(self, nbytes: int, stream: int, freed_before: int | None) -> int:
         """Any allocation, under the lock."""
@@ -316,7 +341,8 @@ class Core:
     def _await_free(self, seconds: float) -> None:
         """Let other threads in, until one frees something or the time is over."""
         self._waiting += 1
-        self._attention = True
+        self._attention = self.parking.closed = True
+        self._free_noted()
         self._inside = False
         try:
             self._freed.wait(seconds)

@@ -70,6 +70,7 @@ class Cache(Graphs, Reports):
             if store.captures:
                 raise InvalidArgument("a stream cannot be forgotten during a capture")
             store.forget_stream(stream)
+            self.parking.forget_stream(stream)
 
     def process_events(self) -> None:
         """Make freed blocks available whose streams are done; every malloc does it too."""

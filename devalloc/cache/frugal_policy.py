@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from collections import deque
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from devalloc.cache.blocks import Block, Segment
 from devalloc.cache.policy import (
@@ -22,6 +23,18 @@ if TYPE_CHECKING:
     from devalloc.cache.store import Request, Store
 
 
+_REMEMBERED = 256
+"""Segments given back that are remembered; the oldest are forgotten first."""
+
+
+class _GivenBack(NamedTuple):
+    """What it would still serve: requests of its pool, small or large, and stream."""
+
+    size: int
+    pool: int
+    stream: int
+
+
 @dataclasses.dataclass
 class FrugalPolicy(Policy):
     """No new record of reserved bytes while a segment lies idle.
@@ -32,21 +45,27 @@ class FrugalPolicy(Policy):
     and segments are as large as the demand: 2 MiB for blocks of up to 1 MiB, ``medium_segment``
     for blocks below half of that, else the size up to a multiple of 2 MiB.
 
+    A miss that a segment given back earlier would have served is a regret. With the last of
+    ``patience`` regrets the record rises to what that miss needs, and nothing is given back for it:
+    a program that asks for the same again and again settles instead of paying for every turn.
+
     Parameters
     ----------
     allowance : int
         Bytes that may be reserved without giving anything back: the first record.
     medium_segment : int
         Bytes of the segments from which blocks of over 1 MiB and below half of it are cut; a
-        multiple of 2 MiB. With 2 MiB no two such blocks share a new segment.
+        multiple of 2 MiB. With 2 MiB no two such blocks share a new segment; a large value saves
+        calls of the source.
+    patience : int
+        Regrets, of at least 1, for each rise of the record that demand alone does not call for.
 
     Notes
     -----
     Cost: more calls of the source than `TorchPolicy` makes, each of which may wait for the device
     (cudaFree does, for all streams), and on a miss above the record one pass over the free blocks.
-    An allocation that hits costs the same. Demand that wanders between streams or pools, which
-    cannot serve each other, costs a release and a request at every move; an ``allowance`` avoids
-    them.
+    An allocation that hits costs the same. An ``allowance`` avoids calls from the start; regrets
+    end them, at the price of memory, in a program that asks for the same again.
 
     Blocks that other streams still use are not waited for unless the source or the limit refuses;
     then all pending blocks are awaited, and if none of them serves, everything idle is given back
@@ -55,17 +74,25 @@ class FrugalPolicy(Policy):
 
     Source: rounding, the two pools and best fit as PyTorch's; splitting every remainder as
     Paddle's auto growth; the choice of what to give back as PyTorch's for oversize blocks, which
-    acts only when memory has run out. The record as the trigger is ours.
+    acts only when memory has run out. Remembering what was given back, to learn that it should not
+    have been, as the ghost lists of ARC (Megiddo and Modha, 2003). The record as the trigger is
+    ours.
     """
 
     name: ClassVar[str] = "frugal"
 
     allowance: int = 0
     medium_segment: int = 8 * MIB
+    patience: int = 2
     _record: int = dataclasses.field(default=0, init=False, repr=False)
+    _regrets: int = dataclasses.field(default=0, init=False, repr=False)
+    _given_back: deque[_GivenBack] = dataclasses.field(
+        default_factory=deque, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         require_count("allowance", self.allowance, 0)
+        require_count("patience", self.patience, 1)
         require_count("medium_segment", self.medium_segment, SMALL_SEGMENT)
         if self.medium_segment % ROUND_LARGE:
             raise InvalidArgument(
@@ -74,6 +101,8 @@ class FrugalPolicy(Policy):
 
     def attach(self, store: Store) -> None:
         self._record = max(self.allowance, store.reserved)
+        self._regrets = 0
+        self._given_back = deque(maxlen=_REMEMBERED)
 
     def round(self, nbytes: int) -> int:
         return max(MIN_BLOCK, round_up(nbytes, MIN_BLOCK))
@@ -89,10 +118,13 @@ class FrugalPolicy(Policy):
             return block
         nbytes = self._segment_for(request.size)
         if store.may_release():
-            bound = self._record
+            needed, bound = store.reserved + nbytes, self._record
+            regretted = self._regret(store, request)
+            if regretted and self._regrets >= self.patience and needed > bound:
+                self._regrets, bound = 0, needed
             if store.limit is not None:
                 bound = min(bound, store.limit - (store.taken - store.reserved))
-            self._give_back(store, store.reserved + nbytes - bound)
+            self._give_back(store, needed - bound)
         block = store.grow(request, nbytes)
         if block is None and store.may_release():
             store.wait_for_events()
@@ -111,8 +143,21 @@ class FrugalPolicy(Policy):
             return self.medium_segment
         return round_up(size, ROUND_LARGE)
 
-    @staticmethod
-    def _give_back(store: Store, excess: int) -> None:
+    def _regret(self, store: Store, request: Request) -> bool:
+        """Whether something that was given back would serve now; it is forgotten, and counted."""
+        missed = [
+            each
+            for each in self._given_back
+            if each.size >= request.size
+            and each.pool == request.index
+            and (store.shared or each.stream == request.stream)
+        ]
+        if missed:
+            self._given_back.remove(min(missed))
+            self._regrets += 1
+        return bool(missed)
+
+    def _give_back(self, store: Store, excess: int) -> None:
         """Release the smallest idle segment of ``excess`` bytes or more, or the largest in turn
         until what is left of the excess has one or no segment is idle."""
         if excess <= 0:
@@ -123,4 +168,7 @@ class FrugalPolicy(Policy):
         idle.sort(key=lambda segment: segment.size)
         while excess > 0 and idle:
             enough = (at for at, segment in enumerate(idle) if segment.size >= excess)
-            excess -= store.release(idle.pop(next(enough, -1)))
+            segment = idle.pop(next(enough, -1))
+            owner = segment.first.home
+            excess -= store.release(segment)
+            self._given_back.append(_GivenBack(segment.size, owner.pool.index, owner.stream))

@@ -31,7 +31,7 @@ class PrivatePool:
     """
 
     def __init__(self, cache: Graphs, pools: PoolSet) -> None:
-        self._cache = cache
+        self.cache = cache
         self.pools = pools
 
     @property
@@ -45,11 +45,11 @@ class PrivatePool:
 
     def retain(self) -> None:
         """One graph more; InvalidArgument after the last release."""
-        self._cache.change_uses(self.pools, 1)
+        self.cache.change_uses(self.pools, 1)
 
     def release(self) -> None:
         """One graph fewer; InvalidArgument after the last one."""
-        self._cache.change_uses(self.pools, -1)
+        self.cache.change_uses(self.pools, -1)
 
     def __enter__(self) -> PrivatePool:
         return self
@@ -92,7 +92,14 @@ class Graphs(Core):
         capture : bool
             A stream is being captured meanwhile: no event is queried or recorded, nothing is
             waited for, and nothing goes back to the source, until the last capture has ended.
+
+        Raises
+        ------
+        InvalidArgument
+            For a pool of another cache, or one that has been released.
         """
+        if not isinstance(pool, PrivatePool) or pool.cache is not self:
+            raise InvalidArgument(f"{pool!r} is no private pool of this cache")
         if accepts is None:
             thread = threading.get_ident()
 

@@ -115,6 +115,14 @@ class Ledger:
         sums[2] += (total + net) // 2
         sums[3] += (total - net) // 2
 
+    def enter_turns(self, size: int, requested: int, pool: int, turns: int) -> None:
+        """A block was freed and handed out again ``turns`` times, with nothing between."""
+        for name in ("allocation", "active", "allocated_bytes", "active_bytes", _REQUESTED):
+            amount = requested if name == _REQUESTED else size if name in _BYTES else 1
+            self._sums[QUANTITIES.index(name), (0, 1 + pool), 2:] += amount * turns
+        if self.oversize is not None and size >= self.oversize:
+            self._oversize[0, 2:] += turns
+
     def stats(self) -> dict[str, int]:
         """Flat names as of ``torch.cuda.memory_stats``: ``allocated_bytes.all.peak``..."""
         self.fold()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from devalloc.cache import audit, describe, snapshot
+from devalloc.cache.blocks import LIVE
 from devalloc.cache.core import Core
 
 
@@ -29,6 +30,7 @@ class Reports(Core):
     def stats(self) -> dict[str, int]:
         """Statistics under the flat names of ``torch.cuda.memory_stats``; bytes and counts."""
         with self._entered() as store:
+            self.parking.count()
             return store.stats()
 
     def reset_peaks(self) -> None:
@@ -39,6 +41,7 @@ class Reports(Core):
     def reset_accumulated(self) -> None:
         """The ``allocated`` and ``freed`` sums and the counts start again from zero."""
         with self._entered() as store:
+            self.parking.count()
             store.ledger.reset_accumulated()
             store.counts.clear()
 
@@ -61,6 +64,12 @@ class Reports(Core):
     def reserved(self) -> int:
         """Bytes held from the source."""
         return self._store.reserved
+
+    def owns(self, address: int) -> bool:
+        """Whether an allocation lives at ``address``."""
+        with self._entered() as store:
+            block = store.blocks.get(address)
+            return block is not None and block.state == LIVE
 
     def size_of(self, address: int) -> int:
         """Usable bytes of the allocation at ``address``."""

@@ -5,7 +5,7 @@ A stream is an int: the raw handle on CUDA, any number on the CPU. Handle 0 is t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
@@ -94,9 +94,10 @@ class CudaStreams:
         self._torch = torch
         self.device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._raw: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
     def current(self) -> int:
-        return int(self._torch._C._cuda_getCurrentRawStream(self._index))
+        return self._raw(self._index)
 
     def _stream(self, stream: int) -> torch.cuda.Stream:
         if stream == 0:

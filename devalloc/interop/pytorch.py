@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from devalloc.cache import Cache
     from devalloc.cache.outside import Outside
 
-_ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-_FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
 # For a callback of another thread, which is short, to end; use() itself is not waited for.
 _CLAIM_WAIT_S = 0.1
@@ -95,19 +95,24 @@ def callbacks() -> tuple[Any, Any]:
     def stop() -> None:
         _PROCESS.exiting = True
 
-    return _ALLOCATE(_allocate), _FREE(_free)
+    return ALLOCATE(_allocate), FREE(_free)
 
 
-@cache
-def _torch_allocator() -> Any:
-    """PyTorch's object over the callbacks, which lives as long as they do."""
+def custom_allocator(allocate: Any, free: Any) -> Any:
+    """PyTorch's object over two C functions, of the types `ALLOCATE` and `FREE`."""
     make = getattr(torch._C, "_cuda_customAllocator", None)
     if make is None or not hasattr(torch.cuda, "MemPool"):
         raise DevallocError(
             f"PyTorch {torch.__version__} cannot take segments from others: it has no "
             "torch._C._cuda_customAllocator or torch.cuda.MemPool; use a CUDA build from 2.11 on"
         )
-    return make(*(ctypes.cast(function, ctypes.c_void_p).value for function in callbacks()))
+    return make(*(ctypes.cast(function, ctypes.c_void_p).value for function in (allocate, free)))
+
+
+@cache
+def _torch_allocator() -> Any:
+    """PyTorch's object over the callbacks, which lives as long as they do."""
+    return custom_allocator(*callbacks())
 
 
 @contextmanager

@@ -6,12 +6,14 @@ import gc
 import threading
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 
 import devalloc
 from devalloc import Arena, DoubleFree, InvalidArgument, OutOfMemory
-from devalloc.cache import POLICIES, BfcPolicy
+from devalloc.arena import Block
+from devalloc.cache import POLICIES, BfcPolicy, PrivatePool
 from devalloc.sources import HostSource
 from tests.arena.support import MIB, NumberSource
 from tests.conftest import ON_GPU
@@ -216,6 +218,21 @@ def test_captures_use_the_graphs_pool(arena: Arena) -> None:
     assert arena.cache.reserved == 0
 
 
+OTHER = Arena(source="host")
+ELSEWHERE = torch.empty(5, device="meta")
+
+
+def freed(arena: Arena) -> Block:
+    block = arena.alloc(5)
+    arena.free(block)
+    return block
+
+
+def released(arena: Arena) -> PrivatePool:
+    with arena.graph_pool() as pool:
+        return pool
+
+
 BAD: list[tuple[str, Callable[[Arena], object]]] = [
     ("negative shape", lambda arena: arena.empty((2, -1))),
     ("negative size", lambda arena: arena.alloc(-1)),
@@ -229,7 +246,22 @@ BAD: list[tuple[str, Callable[[Arena], object]]] = [
     ("address of another type", lambda arena: arena.cache.free("x")),  # type: ignore[arg-type]
     ("negative limit", lambda arena: arena.set_limit(-1)),
     ("fraction over one", lambda arena: arena.set_limit(1.5)),
+    ("limit below what is used", lambda arena: arena.set_limit(1)),
     ("heap without a page", lambda arena: arena.heap(10)),
+    ("shape of floats", lambda arena: arena.empty((1.5, 2))),  # type: ignore[arg-type]
+    ("shape of text", lambda arena: arena.empty("ab")),  # type: ignore[arg-type]
+    ("no dtype", lambda arena: arena.empty(3, float)),  # type: ignore[arg-type]
+    ("no stream", lambda arena: arena.empty(3, stream="s")),  # type: ignore[arg-type]
+    ("no stream for a block", lambda arena: arena.alloc(3, stream=1.5)),  # type: ignore[arg-type]
+    ("foreign tensor", lambda arena: arena.record_stream(torch.empty(5), 7)),
+    ("another arena's tensor", lambda arena: arena.record_stream(OTHER.empty(5), 7)),
+    ("another arena's block", lambda arena: arena.record_stream(OTHER.alloc(5), 7)),
+    ("another device's tensor", lambda arena: arena.record_stream(ELSEWHERE, 7)),
+    ("no tensor", lambda arena: arena.record_stream(None, 7)),  # type: ignore[arg-type]
+    ("no stream to record", lambda arena: arena.record_stream(freed(arena), "s")),  # type: ignore[arg-type]
+    ("freed block", lambda arena: arena.record_stream(freed(arena), 7)),
+    ("another arena's pool", lambda arena: arena.capture(OTHER.graph_pool()).__enter__()),
+    ("released pool", lambda arena: arena.capture(released(arena)).__enter__()),
 ]
 
 
@@ -242,6 +274,37 @@ def test_bad_input_changes_nothing(arena: Arena, call: Callable[[Arena], object]
     assert arena.snapshot() == before
     arena.cache.audit()
     del tensor
+
+
+def test_what_fails_after_the_allocation_gives_it_back(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch._C, "_construct_storage_from_data_pointer", fails)
+    with pytest.raises(KeyboardInterrupt):
+        arena.empty(1000)
+    assert live(arena) == 0
+
+
+def test_sizes_of_numpy_are_sizes(arena: Arena) -> None:
+    first = arena.empty((numpy.int64(3), True), torch.int8)
+    assert first.shape == (3, 1)
+    del first
+    assert arena.empty((3, 1), torch.int8).shape == (3, 1)
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_streams_and_tensors_of_another_device_are_refused() -> None:
+    here, there = Arena(source="host"), Arena(source="cuda")
+    with pytest.raises(InvalidArgument, match="no stream of cpu"):
+        here.record_stream(here.empty(5), torch.cuda.Stream())
+    with pytest.raises(InvalidArgument, match="a tensor on cuda:0 is no memory"):
+        here.record_stream(there.empty(5), 7)
+    with pytest.raises(InvalidArgument, match="a tensor on cpu is no memory"):
+        there.record_stream(torch.empty(5), 7)
+    there.record_stream(there.empty(5), torch.cuda.Stream())
 
 
 @pytest.mark.parametrize(

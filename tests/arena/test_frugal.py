@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from devalloc import InvalidArgument, OutOfMemory
@@ -141,22 +143,114 @@ def test_up_to_the_allowance_nothing_is_given_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("allowance", "share", "peak", "per_turn"),
-    [(0, False, 20, 2), (40 * MIB, False, 40, 0), (0, True, 20, 0)],
+    ("options", "share", "peak", "per_turn"),
+    [
+        ({}, False, 40, 0),
+        ({"patience": 1000}, False, 20, 2),
+        ({"allowance": 40 * MIB}, False, 40, 0),
+        ({}, True, 20, 0),
+    ],
 )
 def test_demand_that_wanders_between_streams(
-    allowance: int, share: bool, peak: int, per_turn: int
+    options: dict[str, int], share: bool, peak: int, per_turn: int
 ) -> None:
-    """It costs a release and a request for each move, or an allowance, or sharing."""
-    engine, source = cache(
-        FrugalPolicy(allowance=allowance), streams=FakeStreams(), share_streams=share
-    )
+    """It settles, or costs a release and a request for each move; an allowance, and sharing, spare
+    them from the start."""
+    engine, source = cache(FrugalPolicy(**options), streams=FakeStreams(), share_streams=share)
     for _ in range(5):
         source.freed.clear()
         cached(engine, 20, stream=1)
         cached(engine, 20, stream=2)
     assert len(source.freed) == per_turn
     assert engine.stats()["reserved_bytes.all.peak"] == peak * MIB
+
+
+# Regrets -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("patience", [1, 2, 5])
+def test_after_so_many_regrets_the_record_rises(patience: int) -> None:
+    """Two streams take turns: each move but the first misses what the last one gave back."""
+    engine, source = cache(FrugalPolicy(patience=patience))
+    freed = []
+    for turn in range(patience + 3):
+        cached(engine, 20, stream=turn % 2)
+        freed.append(len(source.freed))
+    # The first grows, the second gives the first's back, and so on until it was regretted enough.
+    assert freed == [min(turn, patience) for turn in range(patience + 3)]
+    assert engine.stats()["reserved_bytes.all.peak"] == 40 * MIB
+    engine.audit()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "stream", "regretted"),
+    [
+        (20 * MIB, 1, True),
+        (5 * MIB, 1, True),
+        (20 * MIB + 1, 1, False),  # it would not have fitted
+        (20 * MIB, 3, False),  # nor served another stream
+        (512, 1, False),  # nor a small block
+    ],
+)
+def test_what_was_given_back_is_missed_by_what_it_would_have_served(
+    nbytes: int, stream: int, regretted: bool
+) -> None:
+    engine, source = cache(FrugalPolicy(patience=1))
+    cached(engine, 20, stream=1)
+    cached(engine, 20, stream=2)
+    assert in_mib(source.freed) == [20]
+    engine.malloc(nbytes, stream)
+    assert len(source.freed) == (1 if regretted else 2)
+
+
+def test_a_regret_counts_once() -> None:
+    """One segment was given back: it cannot be missed twice."""
+    engine, source = cache(FrugalPolicy(patience=2))
+    cached(engine, 20, stream=1)
+    cached(engine, 20, stream=2)
+    cached(engine, 2, stream=1)  # gives back the second's for 8 MiB, and regrets the first's
+    source.freed.clear()
+    cached(engine, 20, stream=1)
+    assert in_mib(source.freed) == [8], "no second regret: no rise"
+
+
+def test_the_limit_holds_whatever_was_regretted() -> None:
+    engine, source = cache(FrugalPolicy(patience=1), limit=30 * MIB)
+    for turn in range(6):
+        cached(engine, 20, stream=turn % 2)
+    assert engine.stats()["reserved_bytes.all.peak"] == 20 * MIB
+    assert len(source.freed) == 5
+    assert engine.stats()["num_alloc_retries"] == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_programs_that_repeat_settle(seed: int) -> None:
+    """Whatever a turn is: on two streams, blocks of all sizes that live for a part of it."""
+    rng = random.Random(seed)
+    sizes = [
+        rng.choice((900, 300 * KIB, 3 * MIB, 9 * MIB, rng.randrange(40 * MIB))) for _ in "x" * 9
+    ]
+    turn: list[tuple[int, int]] = []  # (size, stream) to allocate, or (-1, place) to free
+    live: list[int] = []
+    for _ in range(60):
+        if live and rng.random() < 0.5:
+            turn.append((-1, live.pop(rng.randrange(len(live)))))
+        else:
+            live.append(len(turn))
+            turn.append((rng.choice(sizes), rng.randrange(2)))
+    turn += [(-1, place) for place in live]
+    engine, source = cache("frugal")
+    calls = []
+    for _ in range(300):
+        blocks = {}
+        for place, (size, at) in enumerate(turn):
+            if size < 0:
+                engine.free(blocks.pop(at))
+            else:
+                blocks[place] = engine.malloc(size, at)
+        calls.append(len(source.asked) + len(source.freed))
+    assert calls[-1] == calls[100], "no call in the last 200 turns"
+    engine.audit()
 
 
 def test_demands_that_alternate_settle() -> None:
@@ -281,6 +375,7 @@ def test_holders_are_asked_before_anything_is_given_back() -> None:
         {"medium_segment": MIB},
         {"medium_segment": 3 * MIB},
         {"medium_segment": True},
+        {"patience": 0},
     ],
 )
 def test_bad_options(options: dict[str, object]) -> None:

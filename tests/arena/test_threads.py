@@ -1,7 +1,8 @@
 """Many threads on one cache: nothing lost, nothing given twice, also when the source fails.
 
 Each thread checks that what it holds is held by nobody else: all live ranges are entered in one
-dict whose insertion is atomic. With the engine's lock planted away, all ten cases fail.
+dict whose insertion is atomic, and tensors of arenas are read back. With the engine's lock planted
+away, all cases fail; with memory parked that a tensor still refers to, those with arenas do.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ import sys
 import threading
 
 import pytest
+import torch
 
-from devalloc import OutOfMemory
+from devalloc import Arena, OutOfMemory
+from devalloc.arena import Block
 from devalloc.cache import Cache
+from devalloc.sources import HostSource
+from devalloc.sources.adaptors import FaultAdaptor, StatisticsAdaptor
 from tests.arena.support import KIB, MIB, NumberSource
 
 THREADS = 8
@@ -100,6 +105,116 @@ def test_threads(policy: str, failing: float) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_threads_for_long(policy: str, failing: float) -> None:
     stress(policy, LONG, failing)
+
+
+# Arenas -------------------------------------------------------------------------------------------
+
+
+class ArenaWorker(threading.Thread):
+    """Tensors, views of them and blocks of two arenas; all of it is written and read back."""
+
+    def __init__(self, arenas: list[Arena], seed: int, steps: int) -> None:
+        super().__init__()
+        self.arenas, self.seed, self.steps = arenas, seed, steps
+        self.random = random.Random(seed)
+        self.held: list[tuple[torch.Tensor, int]] = []
+        self.blocks: list[Block] = []
+        self.failures = 0
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            for step in range(self.steps):
+                try:
+                    self.turn(step)
+                except torch.OutOfMemoryError:
+                    self.failures += 1
+            while self.held:
+                self.end_one()
+            while self.blocks:
+                self.blocks[-1].arena.free(self.blocks.pop())
+        except BaseException as error:
+            self.error = error
+
+    def turn(self, step: int) -> None:
+        arena = self.random.choice(self.arenas)
+        chance = self.random.random()
+        if chance < 0.5:
+            self.begin(arena, step)
+        elif chance < 0.9 and self.held:
+            self.end_one()
+        elif chance < 0.94:
+            self.blocks.append(arena.alloc(self.random.choice((100, 5 * KIB, 2 * MIB))))
+        elif chance < 0.998 and self.blocks:
+            block = self.blocks.pop(self.random.randrange(len(self.blocks)))
+            block.arena.free(block)
+        else:
+            arena.empty_cache()  # so that the source is asked again and again
+
+    def begin(self, arena: Arena, step: int) -> None:
+        words = self.random.choice((16, 16, 16, 500, 4096, self.random.randrange(1, 40_000)))
+        tag = self.seed * 1_000_000 + step
+        tensor = arena.empty((words,), torch.int64)
+        tensor[0] = tensor[-1] = tag
+        if step % 3 == 0:
+            tensor = tensor.data  # which alone keeps the memory
+        if step % 50 == 0:
+            cycle: list[object] = [tensor]
+            cycle.append(cycle)
+        self.held.append((tensor, tag))
+        if len(self.held) > 40:
+            self.end_one()
+
+    def end_one(self) -> None:
+        tensor, tag = self.held.pop(self.random.randrange(len(self.held)))
+        assert int(tensor[0]) == int(tensor[-1]) == tag, "somebody else has this memory"
+
+
+def arena_stress(steps: int, failing: float) -> None:
+    sources = [StatisticsAdaptor(FaultAdaptor(HostSource(), failing, seed)) for seed in (1, 2)]
+    arenas = [
+        Arena(source=source, policy=policy, limit="600MiB")
+        for source, policy in zip(sources, ("torch", "frugal"), strict=True)
+    ]
+    workers = [ArenaWorker(arenas, seed, steps) for seed in range(THREADS)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for worker in workers:
+            worker.start()
+        while any(worker.is_alive() for worker in workers):
+            for arena in arenas:
+                arena.cache.audit()
+            for worker in workers:
+                worker.join(0.1)
+    finally:
+        sys.setswitchinterval(interval)
+    for worker in workers:
+        assert worker.error is None, f"seed {worker.seed}: {worker.error!r}"
+    assert (sum(worker.failures for worker in workers) > 0) == bool(failing)
+    gc.collect()
+    for arena, source in zip(arenas, sources, strict=True):
+        arena.cache.audit()
+        stats = arena.stats()
+        assert stats["allocation.all.current"] == 0
+        assert stats["allocation.all.allocated"] == stats["allocation.all.freed"] > steps
+        arena.close()
+        assert arena.cache.reserved == source.counters.bytes.current == 0
+
+
+@pytest.mark.parametrize("failing", [0.0, 0.5], ids=["sound", "failing"])
+def test_threads_with_arenas(failing: float) -> None:
+    arena_stress(2_000, failing)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("failing", [0.0, 0.5], ids=["sound", "failing"])
+def test_many_threads_with_arenas_for_long(failing: float) -> None:
+    arena_stress(LONG, failing)
+
+
+# Finalizers ---------------------------------------------------------------------------------------
 
 
 class Cycle:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def in_c() -> tuple[object, object]:
     """The callbacks as C code sees them: two addresses."""
-    kinds = (pytorch._ALLOCATE, pytorch._FREE)
+    kinds = (pytorch.ALLOCATE, pytorch.FREE)
     addresses = [ctypes.cast(f, ctypes.c_void_p).value for f in pytorch.callbacks()]
     return tuple(kind(at) for kind, at in zip(kinds, addresses, strict=True))  # type: ignore
 

@@ -1,0 +1,80 @@
+"""What a user may write for an arena, made definite: sources, limits, shapes."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from devalloc.errors import InvalidArgument
+from devalloc.sizes import parse_size
+from devalloc.sources import AsyncSource, CudaSource, HostSource, Source
+
+_SOURCES: dict[str, Callable[[torch.device], Source]] = {
+    "cuda": CudaSource,
+    "async": AsyncSource,
+    "host": lambda device: HostSource(),
+}
+
+
+def sizes_of(shape: Sequence[object]) -> tuple[int, ...]:
+    """A shape whose sizes are ints of other kinds, NumPy's for instance."""
+    try:
+        sizes = tuple(operator.index(size) for size in shape)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidArgument(f"a shape is made of ints, not {shape!r}") from None
+    if any(size < 0 for size in sizes):
+        raise InvalidArgument(f"a shape has no negative sizes: {sizes}")
+    return sizes
+
+
+def known_source(name: str) -> None:
+    """Raise InvalidArgument for a name that no source has."""
+    if name not in _SOURCES:
+        raise InvalidArgument(f"unknown source {name!r}; there are {', '.join(_SOURCES)}")
+
+
+def resolve_source(device: torch.device | str | int | None, source: str | Source | None) -> Source:
+    """The source that is named, or given, on the device; InvalidArgument if it cannot be there."""
+    if source is not None and not isinstance(source, str):
+        if device is not None and torch.device(device) != source.device:
+            raise InvalidArgument(f"the source is on {source.device}, not on {device}")
+        return source
+    try:
+        wanted = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise InvalidArgument(f"no such device: {device!r}") from error
+    if source is None:
+        cuda = torch.cuda.is_available() if wanted is None else wanted.type == "cuda"
+        source = "cuda" if cuda else "host"
+    known_source(source)
+    kind = "cpu" if source == "host" else "cuda"
+    if wanted is not None and wanted.type != kind:
+        raise InvalidArgument(f"the source {source!r} has no memory on {wanted}")
+    if kind == "cpu":
+        return _SOURCES[source](torch.device("cpu"))
+    if not torch.cuda.is_available():
+        raise InvalidArgument('no CUDA device is available; use source="host" on this machine')
+    index = torch.cuda.current_device() if wanted is None or wanted.index is None else wanted.index
+    if index >= torch.cuda.device_count():
+        raise InvalidArgument(f"no such device: {wanted}; there are {torch.cuda.device_count()}")
+    return _SOURCES[source](torch.device("cuda", index))
+
+
+def resolve_limit(limit: int | str | float | None, device: torch.device) -> int | None:
+    """Bytes; a float is a fraction of the device's memory."""
+    if limit is None:
+        return None
+    if not isinstance(limit, float):
+        return parse_size(limit)
+    if not 0 < limit <= 1:
+        raise InvalidArgument(f"a limit that is a fraction lies over 0 and up to 1, not {limit}")
+    return int(limit * _device_memory(device))
+
+
+def _device_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,160 @@
+"""An arena as PyTorch's CUDA allocator for the whole process: what `devalloc.Arena.install` does.
+
+PyTorch then calls back for every tensor, with no cache of its own above: the engine's. It holds no
+lock of its own while it does, so a callback may wait for the engine's lock, and a free that
+interrupts the engine is noted there. The allocator cannot be changed back, and the callbacks live
+as long as the process.
+
+PyTorch does not look at whether such an allocator failed, and no exception can pass through it. A
+tensor that got nothing has the address 0. Some operations look at that and raise RuntimeError;
+most launch their kernel, which CUDA ends with an illegal memory access, and with it everything that
+the process has on the GPU. So the arena's own error, which says why, is shown as a warning at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from devalloc.errors import DevallocError, InvalidArgument
+from devalloc.interop import pytorch
+
+if TYPE_CHECKING:
+    from devalloc.cache import Cache
+
+_RECORD = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
+_RESET = ctypes.CFUNCTYPE(None)
+
+
+class AllocationWarning(RuntimeWarning):
+    """PyTorch asked for memory and got none; the text is that of the error."""
+
+
+class _Installed:
+    """Whose memory PyTorch gets, by the index of the device."""
+
+    def __init__(self) -> None:
+        self.caches: dict[int, Cache] = {}
+        self.allocator: Any = None
+        self.keep: list[Any] = []
+        self.exiting = False
+
+
+_INSTALLED = _Installed()
+
+
+def _warn(error: BaseException) -> None:
+    """Show an error that cannot pass through C++. Never raises, also where warnings are errors."""
+    try:
+        warnings.warn(f"{type(error).__name__}: {error}", AllocationWarning, stacklevel=3)
+    except Warning as shown:
+        print(f"{AllocationWarning.__name__}: {shown}", file=sys.stderr)
+
+
+def _cache_of(device: int) -> Cache:
+    cache = _INSTALLED.caches.get(device)
+    if cache is None:
+        raise InvalidArgument(
+            f"PyTorch asked for memory on cuda:{device}, and no arena was installed for it; "
+            f'call Arena.install(device="cuda:{device}") too'
+        )
+    return cache
+
+
+def _allocate(nbytes: int, device: int, stream: int | None) -> int:
+    """For PyTorch: an address, or 0. Never raises."""
+    try:
+        return 0 if _INSTALLED.exiting else _cache_of(device).malloc(nbytes, stream or 0)
+    except BaseException as error:
+        _warn(error)
+        return 0
+
+
+def _free(address: int | None, nbytes: int, device: int, stream: int | None) -> None:
+    """For PyTorch: give memory back. Never raises."""
+    try:
+        # At the end of the process the driver takes everything back.
+        if address is not None and not _INSTALLED.exiting:
+            _cache_of(device).free(address)
+    except BaseException as error:
+        _warn(error)
+
+
+def _record_stream(address: int | None, stream: int | None) -> None:
+    """For ``Tensor.record_stream``. Never raises."""
+    try:
+        for cache in _INSTALLED.caches.values():
+            if address is not None and cache.owns(address):
+                cache.record_stream(address, stream or 0)
+    except BaseException as error:
+        _warn(error)
+
+
+def _reset() -> None:
+    """For ``torch.cuda.empty_cache``. Never raises."""
+    try:
+        for cache in _INSTALLED.caches.values():
+            cache.empty_cache()
+    except BaseException as error:
+        _warn(error)
+
+
+def _hook(allocator: Any, name: str, function: Any) -> None:
+    set_hook = getattr(allocator, name, None)
+    if set_hook is None:
+        raise DevallocError(
+            f"PyTorch {torch.__version__} cannot tell an allocator what it needs to know: {name} "
+            "is missing; use a CUDA build from 2.11 on"
+        )
+    _INSTALLED.keep.append(function)
+    set_hook(ctypes.cast(function, ctypes.c_void_p).value)
+
+
+def replace_allocator() -> None:
+    """Have PyTorch ask the callbacks from now on; does nothing when it does already.
+
+    Raises
+    ------
+    InvalidArgument
+        If PyTorch has initialised CUDA: its own allocator is in use then.
+    DevallocError
+        If this PyTorch has no pluggable allocators.
+    """
+    if _INSTALLED.allocator is not None:
+        return
+    if torch.cuda.is_initialized():
+        raise InvalidArgument(
+            "PyTorch has initialised CUDA, and its allocator cannot be changed any more; call "
+            "Arena.install() before anything uses the GPU, or route allocations with Arena.use()"
+        )
+    functions = pytorch.ALLOCATE(_allocate), pytorch.FREE(_free)
+    allocator = pytorch.custom_allocator(*functions)
+    _hook(allocator, "set_record_stream_fn", _RECORD(_record_stream))
+    _hook(allocator, "set_reset_fn", _RESET(_reset))
+    torch._C._cuda_changeCurrentAllocator(allocator)
+    _INSTALLED.keep += functions
+    _INSTALLED.allocator = allocator
+
+    @atexit.register
+    def stop() -> None:
+        _INSTALLED.exiting = True
+
+
+def installed() -> bool:
+    """Whether PyTorch's allocator was replaced."""
+    return _INSTALLED.allocator is not None
+
+
+def serve(cache: Cache, owner: object) -> None:
+    """What PyTorch asks for on the cache's device comes from it, and ``owner`` lives, to the end
+    of the process."""
+    index = cache.source.device.index
+    if index in _INSTALLED.caches:
+        raise InvalidArgument(f"an arena is installed for {cache.source.device} already")
+    _INSTALLED.keep.append(owner)
+    _INSTALLED.caches[index] = cache

@@ -1,0 +1,113 @@
+"""Tensors over blocks of an engine: what `devalloc.Arena.empty` gives.
+
+A storage over foreign memory and a tensor of it cost as much as the engine's allocation, so both
+are kept for the length of a `Stay`: a *template*, of which ``template.data`` is a new tensor of the
+same memory, shape and type, without history. A tensor's end calls back. If nothing but the stay
+refers to the storage then (no view, nothing that autograd saved), the block is parked with its
+template and the next equal request takes both. Otherwise the template goes, and the end of the
+storage, whoever holds it last, frees the block.
+
+Whether others refer to the storage is read from three counts: references from C++, references from
+Python, and weak references from Python. What they are when nobody does is measured for each new
+template, and not assumed of a version of PyTorch.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from devalloc.cache.parking import Stay
+
+if TYPE_CHECKING:
+    from devalloc.cache import Cache
+
+_uses_in_c: Callable[[int], int] = torch._C._storage_Use_Count
+_uses_in_python = sys.getrefcount
+_weak_references = weakref.getweakrefcount
+
+Key = tuple[tuple[int, ...], torch.dtype, int]
+"""Shape, type, and the stream that owns the memory."""
+
+
+@cache
+def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor without elements. Not an inference tensor, which nobody could use outside."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+class TensorStay(Stay):
+    """A block in use by tensors of one shape and type, one after the other.
+
+    ``nbytes`` bytes live at ``address``, allocated from ``cache`` and known to nobody else yet.
+    """
+
+    __slots__ = (
+        "_handle",
+        "_idle_in_c",
+        "_idle_in_python",
+        "_on_end",
+        "_storage",
+        "_template",
+        "_watch",
+    )
+
+    def __init__(self, cache: Cache, key: Key, address: int, nbytes: int) -> None:
+        self.cache = cache
+        self.key = key
+        self.address = address
+        self.turns = -1  # the first user is none
+        self.told = 0
+        shape, dtype, _ = key
+        device = cache.source.device
+        make = torch._C._construct_storage_from_data_pointer
+        self._storage: Any = make(address, device, nbytes)
+        blank: Any = _blank(dtype, device).data
+        self._template = blank.set_(self._storage, 0, shape)
+        self._handle: int = self._storage._cdata
+        # A tensor calls back when it is about to let go of the storage: its own use counts still.
+        self._idle_in_c = _uses_in_c(self._handle) + 1
+        self._idle_in_python = _uses_in_python(self._storage)
+        self._on_end = self._ended
+        self._watch: weakref.ref[object] | None = None
+        cache.parking.enter(self)
+
+    def take(self) -> torch.Tensor:
+        """A tensor for the next user."""
+        self.turns += 1
+        tensor: torch.Tensor = self._template.data
+        self._watch = weakref.ref(tensor, self._on_end)
+        return tensor
+
+    def _ended(self, _: object) -> None:
+        parking = self.cache.parking
+        if not parking.closed and self._alone():
+            parking.park(self)
+        else:
+            self._watch = weakref.ref(self._storage, self._gone)
+            # In case of nobody else, `_gone` is called here.
+            self._template = self._storage = None
+
+    def _alone(self) -> bool:
+        return (
+            _uses_in_c(self._handle) == self._idle_in_c
+            and _uses_in_python(self._storage) == self._idle_in_python
+            and not _weak_references(self._storage)
+        )
+
+    def _gone(self, _: object) -> None:
+        self.cache.parking.end(self)
+        self.cache.free(self.address)
+
+    def forget(self) -> None:
+        self._template = self._storage = self._watch = None
+        del self._on_end  # a reference to itself
+
+    def exclude(self) -> None:
+        self._idle_in_c = 0  # which it never is
