@@ -7,17 +7,23 @@ the commit what was bought.
 import ast
 
 import pytest
+import triton
 
 from tests.compile import budget
 from tests.compile.cases import ENTRY_POINTS, PROBE, all_cases
 from tests.compile.measure import ROOT, Measured, compile_seconds, measure_all
 
+OLD_COMPILER = triton.__version__.startswith("3.6.")
 TARGETS = ("cuda80", "cuda90", "cuda100", "gfx942")
 KEYS = [f"{case.key}@{target}" for case in all_cases() for target in TARGETS]
 MAX_EXTRA_SECONDS = 3.0
-# What a malloc and a free take at present, with other tests running beside: a guard until the
-# bound above is met.
-PRESENT_EXTRA_SECONDS = {"pair_scalar": 4.5, "pair_lanes": 7.0}
+# What a malloc and a free of a block take at present, with other tests running beside: a guard
+# until the bound above is met.
+PRESENT_EXTRA_SECONDS = 5.0
+# Kernels that do not spill, with the functions that they call; some only as the compiler of Triton
+# 3.6 allots registers (up to 168, that of 3.9 up to 96).
+SPILL_NOTHING = {"free_scalar", "usable_size_scalar", "usable_size_lanes", PROBE.name}
+SPILL_NOTHING |= {"malloc_scalar", "pair_scalar", "zeros_scalar"} if OLD_COMPILER else set()
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -35,10 +41,17 @@ def test_within_budget(measured: Measured, key: str) -> None:
     assert not over, f"{key} exceeds its budget: {'; '.join(over)}"
 
 
-@pytest.mark.xfail(
-    reason="values live across calls of cold functions spill; see docs/performance.md"
+SPILLS = pytest.mark.xfail(reason="values that live across calls of cold functions spill")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(key, marks=() if key.split("/")[0] in SPILL_NOTHING else SPILLS)
+        for key in KEYS
+        if key.endswith("/w4@cuda90")
+    ],
 )
-@pytest.mark.parametrize("key", [key for key in KEYS if key.endswith("/w4@cuda90")])
 def test_no_spills_at_four_warps(measured: Measured, key: str) -> None:
     row = measured[key]
     assert (row.get("spill_bytes"), row.get("cold_spill_bytes")) == (0, 0)
@@ -67,20 +80,26 @@ def test_a_planted_excess_is_found(measured: Measured) -> None:
 
 @pytest.fixture(scope="module")
 def extra_seconds() -> dict[str, float]:
-    """Processor seconds to compile each kernel, over an empty one."""
-    seconds = compile_seconds()
-    return {name: seconds[name] - seconds["empty_kernel"] for name in PRESENT_EXTRA_SECONDS}
+    """Processor seconds to compile each kernel, over an empty one: the better of two attempts,
+    because other tests run beside."""
+    attempts = [compile_seconds() for _ in range(2)]
+    return {
+        name: min(seconds[name] - seconds["empty_kernel"] for seconds in attempts)
+        for name in ("pair_scalar", "pair_lanes")
+    }
 
 
-@pytest.mark.xfail(reason="alone on a core 3.1 s (Triton 3.6: 2.4), a block 4.4 s (3.8)")
-@pytest.mark.parametrize("kernel", PRESENT_EXTRA_SECONDS)
-def test_compile_time_of_malloc_and_free(extra_seconds: dict[str, float], kernel: str) -> None:
-    assert extra_seconds[kernel] <= MAX_EXTRA_SECONDS
+def test_compile_time_of_malloc_and_free(extra_seconds: dict[str, float]) -> None:
+    assert extra_seconds["pair_scalar"] <= MAX_EXTRA_SECONDS
 
 
-@pytest.mark.parametrize("kernel", PRESENT_EXTRA_SECONDS)
-def test_compile_time_does_not_grow(extra_seconds: dict[str, float], kernel: str) -> None:
-    assert extra_seconds[kernel] <= PRESENT_EXTRA_SECONDS[kernel]
+@pytest.mark.xfail(reason="alone on a core 3.5 s (Triton 3.6: 3.0)")
+def test_compile_time_of_malloc_and_free_of_blocks(extra_seconds: dict[str, float]) -> None:
+    assert extra_seconds["pair_lanes"] <= MAX_EXTRA_SECONDS
+
+
+def test_compile_time_of_blocks_does_not_grow(extra_seconds: dict[str, float]) -> None:
+    assert extra_seconds["pair_lanes"] <= PRESENT_EXTRA_SECONDS
 
 
 def entry_points() -> set[str]:
