@@ -99,13 +99,13 @@ def test_a_fault_of_the_user_is_reported(fault: str, found: str) -> None:
 MUTANTS = {
     "slots overlap": (
         "mixed-churn-64x2",
-        Patch("heap.py", "(ticket - step * slots) * (size >> 4)",
-              "(ticket - step * slots) * ((size >> 4) - (size >= 64).to(tl.int32))"),
+        Patch("heap.py", "(granule << 4).to(tl.int64)\n    return load_base(heap) + offset",
+              "((granule & -5) << 4).to(tl.int64)\n    return load_base(heap) + offset"),
         "wrong tag|live bits|overlap",
     ),
     "zeros leaves the last words": (
         "zeros",
-        Patch("heap.py", "    words = (as_column(nbytes) + 15) >> 4 << 1\n"
+        Patch("payload.py", "    words = (as_column(nbytes) + 15) >> 4 << 1\n"
               "    most = tl.max(tl.max(words, axis=1), axis=0)\n"
               "    step: tl.constexpr = 1024 // addr.shape[0]",
               "    words = ((as_column(nbytes) + 15) >> 4 << 1) - 1\n"
@@ -115,13 +115,14 @@ MUTANTS = {
     ),
     "realloc copies too little": (
         "realloc",
-        Patch("heap.py", "tl.where(new != 0, tl.minimum(have, nbytes), 0)",
+        Patch("api.py", "tl.where(new != 0, tl.minimum(have, nbytes), 0)",
               "tl.where(new != 0, tl.minimum(have, nbytes) - 16, 0)"),
         "lost by realloc",
     ),
     "a second free is accepted": (
         "double-frees",
-        Patch("heap.py", "freed = inside & ((old & bit) != 0)", "freed = inside"),
+        Patch("live.py", "wrong = tl.where(speaks, (old & bits) ^ bits, 0)",
+              "wrong = tl.where(speaks, (old & bits) ^ bits, 0) & 0"),
         "audit|double frees",
     ),
     "credits are lost": (

@@ -71,12 +71,13 @@ SHAPES = tuple(Shape(name, order) for name in ("MP", "WRC", "SB") for order in O
 _FENCE = Patch("atomics.py", '"fence.acq_rel.gpu; mov.b32 $0, $1;"', '"mov.b32 $0, $1;"')
 _BARRIERS = Patch("atomics.py", "    tl.debug_barrier()\n", "", times=2)
 _ACQUIRES = tuple(
-    Patch(file, 'sem="acquire"', 'sem="relaxed"', times=None) for file in ("heap.py", "slabs.py")
+    Patch(file, 'sem="acquire"', 'sem="relaxed"', times=None)
+    for file in ("heap.py", "slabs.py", "pages.py")
 )
 _FREE = Patch(
     "heap.py",
-    "    fence(heap + ERRORS)\n    old = tl.atomic_and(",
-    "    tl.debug_barrier()\n    old = tl.atomic_and(",
+    "    fence(heap + ERRORS)\n    freed, speaks, counts = clear(",
+    "    tl.debug_barrier()\n    freed, speaks, counts = clear(",
 )
 
 WEAKENED: dict[str, tuple[Patch, ...]] = {

@@ -26,6 +26,7 @@ SLOTS = 32
 # Pages of a heap in which neighbouring programs use different stripes; in the small heaps of the
 # other scenarios all programs meet in one.
 TWO_STRIPES = 512
+FOUR_STRIPES = 1024
 
 Plan = tuple[tuple[Strategy | Exhaustive, int], ...]
 

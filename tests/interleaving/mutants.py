@@ -41,8 +41,8 @@ ALL = (
     Mutant(
         name="page_taken_without_looking",
         file="pages.py",
-        old="if (old & bit) != 0:",
-        new="if bit != 0:",
+        old="taken = (old & run) != 0",
+        new="taken = run != 0",
         breaks="two programs take one page: whether its bit was set is not looked at",
         scenario="one_page",
     ),
@@ -50,11 +50,11 @@ ALL = (
         name="run_taken_by_a_store",
         file="pages.py",
         old="""\
-                    old = atomic_cas(ptr, word, word & (run ^ -1))
+                old = tl.atomic_cas(ptr, word, word & (run ^ -1), sem="acquire")
 """,
         new="""\
-                    tl.store(ptr, word & (run ^ -1))
-                    old = word
+                old = atomic_load(ptr)
+                tl.store(ptr, tl.where(old == word, word & (run ^ -1), old))
 """,
         breaks="pages given or taken between the look and the store are lost or owned twice",
         scenario="runs_cross",
@@ -167,15 +167,15 @@ ALL = (
     ),
     Mutant(
         name="freed_without_looking",
-        file="heap.py",
-        old="freed = inside & ((old & bit) != 0)",
-        new="freed = inside",
+        file="live.py",
+        old="wrong = tl.where(speaks, (old & bits) ^ bits, 0)",
+        new="wrong = tl.where(speaks, (old & bits) ^ bits, 0) & 0",
         breaks="a second free of an address takes another slot out of the account",
         scenario="double_free",
     ),
     Mutant(
         name="claimed_without_looking",
-        file="heap.py",
+        file="live.py",
         old="return old, active & ((old & bit) != 0)",
         new="return old, active & (active == 0)",
         breaks="a slot that was drawn by two programs, or is live, is handed out",
@@ -200,8 +200,8 @@ ALL = (
     Mutant(
         name="a_page_of_a_run_is_kept",
         file="heap.py",
-        old="free_run(heap, pick(at, first), pick(page_out(now), first) + 1)",
-        new="free_run(heap, pick(at, first), pick(page_out(now), first))",
+        old="free_run(heap, pick(page, first), pick(page_out(now), first) + 1)",
+        new="free_run(heap, pick(page, first), pick(page_out(now), first))",
         breaks="the last page of a freed run is nobody's",
         scenario="runs_cross",
     ),
@@ -212,5 +212,119 @@ ALL = (
         new="return (page_kind(word) == KIND_RUN) | is_hidden(word)",
         breaks="a page whose last slot was freed stays a slab",
         scenario="retire_or_free",
+    ),
+    Mutant(
+        name="speaks_for_one_too_many",
+        file="live.py",
+        old="others = tl.maximum(further, 0) >> period_log2",
+        new="others = tl.maximum(further + 1, 0) >> period_log2",
+        breaks="a lane sets and clears the live bit of a slot that is nobody's, or another's",
+        scenario="lanes_of_one_word",
+    ),
+    Mutant(
+        name="speaks_for_one_too_few",
+        file="live.py",
+        old="others = tl.maximum(further, 0) >> period_log2",
+        new="others = tl.maximum(further - 1, 0) >> period_log2",
+        breaks="the last lane of a word has no live bit: its slot can be claimed again",
+        scenario="lanes_of_one_word",
+    ),
+    Mutant(
+        name="not_heard_in_free",
+        file="live.py",
+        old="cleared = active & (tl.where(together, hit, wrong != 0) == 0)",
+        new="cleared = active & (tl.where(together, hit != hit, wrong != 0) == 0)",
+        breaks="of lanes that free together, those are believed whose slot was free already",
+        scenario="double_free_of_one_lane",
+    ),
+    Mutant(
+        name="speaker_hears_for_all",
+        file="live.py",
+        old="hit = hit | (mine & ((bit & pick(wrong, speaker)) != 0))",
+        new="hit = hit | mine",
+        breaks="lanes share the fault of one: their slots are never accounted free",
+        scenario="double_free_of_one_lane",
+    ),
+    Mutant(
+        name="ticket_claimed_without_looking",
+        file="live.py",
+        old="return page, granule, old, tl.where(speaks, old & bits, 0)",
+        new="return page, granule, old & (bits ^ -1), tl.where(speaks, old & bits, 0) & 0",
+        breaks="a ticket that outlived its batch takes a slot that others drew meanwhile",
+        scenario="ticket_outlives_its_batch",
+    ),
+    Mutant(
+        name="run_returns_unannounced",
+        file="pages.py",
+        old="""\
+    enter_transit(heap)
+    count_given(heap, n)
+    give_run(heap, page, n)
+    leave_transit(heap, n * 0 + 1)
+""",
+        new="""\
+    count_given(heap, n)
+    give_run(heap, page, n)
+""",
+        breaks="a search does not hear of a run that came back behind it",
+        scenario="run_behind_a_search",
+    ),
+    Mutant(
+        name="run_returns_without_an_epoch",
+        file="pages.py",
+        old="leave_transit(heap, n * 0 + 1)\n    return n * 0",
+        new="leave_transit(heap, n * 0)\n    return n * 0",
+        breaks="the same, once the give is over",
+        scenario="run_behind_a_search",
+    ),
+    Mutant(
+        name="hints_of_another_give",
+        file="pages.py",
+        old="""\
+    enter_transit(heap)
+    count_given(heap, n)
+    give_run(heap, page, n)
+    leave_transit(heap, n * 0 + 1)
+""",
+        new="""\
+    count_given(heap, n)
+    give_run(heap, page, n)
+    enter_transit(heap)
+    leave_transit(heap, n * 0 + 1)
+""",
+        breaks="a give relies on hints that another, not in transit, has yet to set",
+        scenario="hint_of_another",
+    ),
+    Mutant(
+        name="one_quiet_pass",
+        file="slabs.py",
+        old="while ((place | pages) == 0) & (quiet < 2):",
+        new="while ((place | pages) == 0) & (quiet < 1):",
+        breaks="a slot that moved behind the search, without transit, is overlooked",
+        scenario="slots_move_unannounced",
+    ),
+    Mutant(
+        name="other_batch_lost",
+        file="slabs.py",
+        old="        detach(heap, cls, tl.atomic_xchg(ptr, rest, sem=\"relaxed\"))\n",
+        new="        tl.atomic_xchg(ptr, rest, sem=\"relaxed\")\n",
+        breaks="of the batches that two refillers install, one is in no stripe and attached",
+        scenario="two_refillers",
+    ),
+    Mutant(
+        name="renewed_while_in_use",
+        file="slabs.py",
+        old="front = lowest_bit(lane_bits((lane < batch) & (page_out(words) == 0)) ^ -1)",
+        new="front = lowest_bit(lane_bits((lane < batch) & (page_out(words) >= 0)) ^ -1)",
+        breaks="a batch is renewed while slots of it live: it has more tickets than slots",
+        scenario="batch_runs_dry",
+    ),
+    Mutant(
+        name="run_without_a_live_bit",
+        file="heap.py",
+        old="tl.atomic_or(ptr, bit | free_word, sem=\"relaxed\")",
+        new="tl.atomic_or(ptr, free_word & 0, sem=\"relaxed\")",
+        breaks="no run can be freed",
+        scenario="one_page",
     ),
 )

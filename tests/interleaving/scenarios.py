@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from devalloc.sizes import PAGE_BYTES
 from devalloc.testing import PCT, Exhaustive, Random
-from tests.interleaving.lab import TWO_STRIPES, Plan, Scenario
+from tests.interleaving.directed import Turn, directed
+from tests.interleaving.lab import FOUR_STRIPES, TWO_STRIPES, Plan, Scenario
 from tests.interleaving.scripts import (
     free,
     free_at,
@@ -275,6 +276,130 @@ ALL = (
         ),
         split_blocks=True,
         plan=((PCT(depth=3), 30), (PCT(depth=8), 30), (Random(stay=0.8), 4)),
+    ),
+    # One lane speaks for all: slots of 1 KiB lie in one word of live bits.
+    Scenario(
+        "lanes_of_one_word",
+        pages=1,
+        script=(
+            (malloc_lanes(0, WORD), free_lanes(0), malloc_lanes(0, WORD)),
+            (malloc_lanes(4, WORD), free_lanes(4)),
+        ),
+        plan=mostly(20),
+    ),
+    Scenario(
+        "double_free_of_one_lane",
+        pages=1,
+        before=(WORD, WORD, WORD, WORD),
+        script=((free_lanes(0),), (free(2),), (malloc(5, WORD),)),
+        plan=mostly(40, preemptions=2),
+    ),
+    Scenario(
+        "ticket_outlives_its_batch",
+        pages=1,
+        script=(
+            (malloc(0, HALF),),
+            (malloc(1, HALF), free(1), malloc(2, HALF)),
+            (malloc(3, HALF),),
+        ),
+        plan=mostly(40, preemptions=2),
+    ),
+    Scenario(
+        "batch_runs_dry",
+        pages=2,
+        script=(
+            (malloc(0, HALF), malloc(1, HALF), malloc(2, HALF), free(0)),
+            (malloc(3, HALF), free(3)),
+        ),
+        plan=mostly(20),
+    ),
+    # Program 2 sees an idle batch; 0 refills the stripe and is about to install what it renewed; 2
+    # exchanges what it takes for the batch; so 1 finds the stripe without a refiller and installs
+    # a batch as well.
+    Scenario(
+        "two_refillers",
+        pages=2,
+        script=(
+            (malloc(0, HALF), malloc(1, HALF), free(0), free(1), malloc(2, HALF)),
+            (malloc(3, HALF),),
+            (malloc(4, 2 * PAGE),),
+        ),
+        plan=directed(
+            Turn(0, "run_script", 10),
+            Turn(2, "flush"),
+            Turn(0, "refill", 3),
+            Turn(2, "leave_transit"),
+            Turn(1),
+            Turn(0),
+        ),
+    ),
+    # Two frees in one chunk. The first has set its page bit and not yet its hint; the second has
+    # returned and set none, for nothing new is deserved. Who searches then, guessing wrong, must
+    # wait for the first.
+    Scenario(
+        "hint_of_another",
+        pages=128,
+        filler=126,
+        before=(PAGE, PAGE),
+        script=((free(0),), (), (malloc(2, PAGE), free(1), malloc(3, PAGE))),
+        plan=directed(Turn(2, "run_script", 3), Turn(0, "give_pages", 2), Turn(2)),
+    ),
+    # A page that is in use is moved from chunk to chunk, always behind a search for a whole one, in
+    # each of its three passes. Programs 1 and 2 guess the chunk that each is to take from.
+    Scenario(
+        "run_behind_a_search",
+        pages=128,
+        before=(PAGE,),
+        script=(
+            (malloc(6, 64 * PAGE),),
+            (free(0), malloc(1, PAGE), free(2), malloc(3, PAGE), free(4), malloc(5, PAGE)),
+            (free(1), malloc(2, PAGE), free(3), malloc(4, PAGE)),
+        ),
+        plan=directed(
+            Turn(0, "whole_chunks", 2),
+            Turn(1, "run_script", 5),
+            Turn(0, "take_chunks"),
+            Turn(2, "run_script", 5),
+            Turn(0, "whole_chunks", 2),
+            Turn(1, "run_script", 5),
+            Turn(0, "take_chunks"),
+            Turn(2),
+            Turn(0, "whole_chunks", 2),
+            Turn(1),
+            Turn(0),
+        ),
+    ),
+    # The only free slot is moved behind a search twice, without transit: freed into a batch that
+    # the search has passed, while the last credit of one ahead of it is taken. In between, before
+    # the search reads the epochs, program 2 takes what was freed and 3 has its batch renewed.
+    Scenario(
+        "slots_move_unannounced",
+        pages=FOUR_STRIPES,
+        filler=FOUR_STRIPES - 3,
+        script=(
+            (malloc(0, HALF),),
+            (malloc(1, HALF), malloc(2, HALF), free(1)),
+            (malloc(3, HALF), malloc(4, HALF), free(3), malloc(6, HALF)),
+            (
+                malloc(5, HALF), malloc(7, HALF), free(5), free(7), malloc(8, HALF),
+                malloc(9, HALF),
+            ),
+        ),
+        plan=directed(
+            Turn(1, "run_script", 6),
+            Turn(2, "run_script", 6),
+            Turn(3, "run_script", 3),
+            Turn(0, "next_batch", 5),
+            Turn(2, "run_script", 2),
+            Turn(3, "run_script", 3),
+            Turn(0, "collect"),
+            Turn(3, "run_script", 7),
+            Turn(2),
+            Turn(0, "next_batch", 3),
+            Turn(1),
+            Turn(3),
+            Turn(0),
+        ),
     ),
 )
 
