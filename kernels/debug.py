@@ -28,7 +28,6 @@ import triton.language as tl
 
 from .atomics import atomic_load, fence
 from .guards import (
-    FRONT_WORDS,
     diagnose_lanes,
     far_end,
     guards_changed,
@@ -139,7 +138,7 @@ def adopt(heap, addr, padded, got):
     poisoned = tl.minimum(poisoned_words(heap, nbytes), words)
     changed = span_changed(addr, nbytes & 0, poisoned, known)
     slots = known & (large == 0)
-    changed = changed | guards_changed(addr, nbytes, block, FRONT_WORDS, slots)
+    changed = changed | guards_changed(addr, nbytes, block, False, slots)
     changed = changed | span_changed(
         addr, near_end(nbytes, block), far_end(heap, nbytes, block), slots
     )
@@ -196,7 +195,7 @@ def check_guards(heap, addr, word, entry, block, finder, active):
     """Look at the guards of live blocks that the active lanes have, record what was written to
     them, and mend them."""
     nbytes = entry_size(word)
-    changed = guards_changed(addr, nbytes, block, 0, active)
+    changed = guards_changed(addr, nbytes, block, True, active)
     changed = changed | span_changed(
         addr, near_end(nbytes, block), far_end(heap, nbytes, block), active
     )

@@ -6,7 +6,6 @@ import triton.language as tl
 from .api import malloc
 from .atomics import atomic_load
 from .guards import (
-    FRONT_WORDS,
     diagnose_lanes,
     far_end,
     guards_changed,
@@ -108,8 +107,8 @@ def audit_kernel(heap, live_count, BLOCK: tl.constexpr):
                 block = tl.minimum(freed_run_bytes(heap, page, pages), nbytes) & -8
                 words = block >> 3
         poisoned = tl.where(live, -1, tl.minimum(poisoned_words(heap, nbytes), words))
-        changed = guards_changed(addr, nbytes, block, 0, live)
-        changed = changed | guards_changed(addr, nbytes, block, FRONT_WORDS, slots)
+        changed = guards_changed(addr, nbytes, block, True, live)
+        changed = changed | guards_changed(addr, nbytes, block, False, slots)
         changed = changed | span_changed(addr, nbytes & 0, poisoned, freed)
         end = far_end(heap, nbytes, block)
         changed = changed | span_changed(addr, near_end(nbytes, block), end, live | slots)

@@ -35,7 +35,7 @@ POISON_BYTE = 0xDB
 POISON = tl.constexpr(0xDBDBDBDBDBDBDBDB - (1 << 64))
 MAX_THREADS = tl.constexpr(1024)  # of a program
 FRONT_WORDS = tl.constexpr(2)
-GUARD_WORDS = tl.constexpr(6)  # two of the front and four near
+NEAR_WORDS = tl.constexpr(4)
 LONG_SPAN = tl.constexpr(512)  # words; longer spans are handled one by one by the whole program
 UNLIMITED = tl.constexpr(1 << 40)  # a reach of so many words or more
 NOWHERE = tl.constexpr(1 << 62)
@@ -86,35 +86,41 @@ def any_column(flags, model):
 
 
 @triton.jit
-def guard_tile(addr, nbytes, block, first, step: tl.constexpr):
-    """``(pointers, inside, mask)`` of ``step`` guard words of each lane's block from the
-    ``first`` on, as a tile: mask has the bits of a word that are the guard's."""
-    column = first + tl.arange(0, step)[None, :].to(tl.int64)
-    end = as_column(nbytes) >> 3
-    index = tl.where(column < FRONT_WORDS, column - FRONT_WORDS, end + column - FRONT_WORDS)
-    inside = (column < GUARD_WORDS) & (index < as_column(near_end(nbytes, block)))
-    ptr = as_column(addr).to(tl.pointer_type(tl.int64)) + index
-    shift = (as_column(nbytes) & 7) << 3
-    mask = tl.where(column == FRONT_WORDS, (index & 0) - 1 << shift, -1)
+def front_tile(addr, step: tl.constexpr):
+    """``(pointers, inside)`` of the words of each lane's front, as a tile of ``step`` columns."""
+    column = tl.arange(0, step)[None, :].to(tl.int64)
+    ptr = as_column(addr - FRONT_WORDS * 8).to(tl.pointer_type(tl.int64)) + column
+    return ptr, column < FRONT_WORDS
+
+
+@triton.jit
+def near_tile(addr, nbytes, block, step: tl.constexpr):
+    """``(pointers, inside, mask)`` of the words of each lane's near zone, as a tile of ``step``
+    columns: mask has the bits of a word that are the guard's."""
+    column = tl.arange(0, step)[None, :].to(tl.int64)
+    first = nbytes >> 3
+    ptr = as_column(addr + (first << 3)).to(tl.pointer_type(tl.int64)) + column
+    inside = column < as_column(near_end(nbytes, block) - first)
+    mask = tl.where(column == 0, (column & 0) - 1 << as_column((nbytes & 7) << 3), -1)
     return ptr, inside, mask
 
 
 @triton.jit
-def guards_changed(addr, nbytes, block, first: tl.constexpr, active):
-    """Which of the active lanes' blocks have a guard word that is not poison. Those from
-    ``first`` on are looked at: FRONT_WORDS leaves the front out."""
+def guards_changed(addr, nbytes, block, front: tl.constexpr, active):
+    """Which of the active lanes' blocks have a guard word that is not poison; the front is looked
+    at only with ``front``."""
     if has_ptx():
-        step: tl.constexpr = columns(addr, 2, tl.extra.cuda.num_threads())
+        threads: tl.constexpr = tl.extra.cuda.num_threads()
     else:
-        step: tl.constexpr = columns(addr, 2, MAX_THREADS)
+        threads: tl.constexpr = MAX_THREADS
     active = as_column(active.to(tl.int32)) != 0
-    changed = nbytes < 0
-    at = tl.full((), first, tl.int32)
-    while at < GUARD_WORDS:
-        ptr, inside, mask = guard_tile(addr, nbytes, block, at, step)
+    ptr, inside, mask = near_tile(addr, nbytes, block, columns(addr, NEAR_WORDS, threads))
+    words = tl.load(ptr, mask=inside & active, other=POISON)
+    changed = any_column(((words ^ POISON) & mask) != 0, addr)
+    if front:
+        ptr, inside = front_tile(addr, columns(addr, FRONT_WORDS, threads))
         words = tl.load(ptr, mask=inside & active, other=POISON)
-        changed = changed | any_column(((words ^ POISON) & mask) != 0, addr)
-        at += step
+        changed = changed | any_column(words != POISON, addr)
     return changed
 
 
@@ -122,20 +128,18 @@ def guards_changed(addr, nbytes, block, first: tl.constexpr, active):
 def write_guards(addr, nbytes, block, near, front):
     """Poison the near zones of the lanes in ``near`` and the fronts of those in ``front``."""
     if has_ptx():
-        step: tl.constexpr = columns(addr, 2, tl.extra.cuda.num_threads())
+        threads: tl.constexpr = tl.extra.cuda.num_threads()
     else:
-        step: tl.constexpr = columns(addr, 2, MAX_THREADS)
-    near = as_column(near.to(tl.int32))
-    front = as_column(front.to(tl.int32))
-    at = tl.full((), 0, tl.int32)
-    while at < GUARD_WORDS:
-        ptr, inside, mask = guard_tile(addr, nbytes, block, at, step)
-        column = at + tl.arange(0, step)[None, :]
-        inside = inside & (tl.where(column < FRONT_WORDS, front, near) != 0)
-        # One word may be the block's in part.
-        words = tl.load(ptr, mask=inside & (mask != -1), other=POISON)
-        tl.store(ptr, (words & (mask ^ -1)) | (mask & POISON), mask=inside)
-        at += step
+        threads: tl.constexpr = MAX_THREADS
+    near = as_column(near.to(tl.int32)) != 0
+    ptr, inside, mask = near_tile(addr, nbytes, block, columns(addr, NEAR_WORDS, threads))
+    inside = inside & near
+    # One word may be the block's in part.
+    words = tl.load(ptr, mask=inside & (mask != -1), other=POISON)
+    tl.store(ptr, (words & (mask ^ -1)) | (mask & POISON), mask=inside)
+    front = as_column(front.to(tl.int32)) != 0
+    ptr, inside = front_tile(addr, columns(addr, FRONT_WORDS, threads))
+    tl.store(ptr, tl.full(ptr.shape, POISON, tl.int64), mask=inside & front)
 
 
 @triton.jit

@@ -96,6 +96,8 @@ def owners(heap: Heap, count: int) -> tuple[list[int], list[str]]:
 
 def shown(tag: str) -> str:
     """How a message shows a tag."""
+    if not tag:
+        return "no tag"
     return f"tag {tag}" if tag.isdigit() else f"tag {tag!r}"
 
 
