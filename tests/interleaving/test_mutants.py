@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import ON_GPU
 from tests.interleaving import table, trial
+from tests.interleaving.directed import NOT_REACHED
 from tests.interleaving.mutants import ALL, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +58,7 @@ def test_a_planted_bug_is_found(
     assert done.returncode == trial.FAILED, (
         f"{mutant.name} survives {mutant.scenario}: {mutant.breaks}\n{done.stdout}{done.stderr}"
     )
+    assert NOT_REACHED not in done.stdout, done.stdout
     before = sum(int(count) for count in re.findall(r": (\d+) schedules", done.stdout))
     last = re.search(r"found by schedule (\d+) of", done.stdout)
     seconds = re.search(r"failed after ([\d.]+) s", done.stdout)
