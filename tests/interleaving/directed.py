@@ -14,6 +14,10 @@ from devalloc.testing.schedules import Choice, one_after_another
 HELPERS = frozenset({"atomic_load", "atomic_cas", "cas_lanes"})
 
 
+# How the message of a schedule begins that could not be carried out.
+NOT_REACHED = "LookupError: not reached"
+
+
 @dataclass(frozen=True)
 class Turn:
     """``program`` runs until it is about to make its ``times``-th access, counted from now on, in
@@ -29,7 +33,8 @@ class Turn:
 class Turns:
     """The one schedule in which programs take these turns; then they run one after another.
 
-    Raises LookupError if a program ends before it comes to the place that its turn names.
+    The schedule fails (`NOT_REACHED`) if a program ends before it comes to the place that its turn
+    names: then it is not the schedule that was meant.
     """
 
     turns: tuple[Turn, ...]
@@ -47,7 +52,7 @@ class Turns:
                 turn = rest[-1]
                 ended = turn.program not in execution.unfinished()
                 if ended and turn.before:
-                    raise LookupError(f"program ended after {max(hits, 0)} of {turn}")
+                    raise LookupError(f"not reached: {turn}, only {max(hits, 0)} times")
                 if not ended:
                     cursor = execution.cursors[turn.program]
                     here = turn.before != "" and function(cursor.access) == turn.before

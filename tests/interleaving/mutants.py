@@ -187,7 +187,7 @@ ALL = (
         old="seen = atomic_cas(ptr, expected, tl.where(mine, words + more, 0))",
         new="seen = atomic_cas(ptr, expected, tl.where(mine, words + more * 0, 0))",
         breaks="slots that were drawn are still free in the account of their page",
-        scenario="slots_move",
+        scenario="class_hint_dropped",
     ),
     Mutant(
         name="hidden_page_stays_hidden",
@@ -306,8 +306,8 @@ ALL = (
     Mutant(
         name="other_batch_lost",
         file="slabs.py",
-        old="        detach(heap, cls, tl.atomic_xchg(ptr, rest, sem=\"relaxed\"))\n",
-        new="        tl.atomic_xchg(ptr, rest, sem=\"relaxed\")\n",
+        old='        detach(heap, cls, tl.atomic_xchg(ptr, rest, sem="relaxed"))\n',
+        new='        tl.atomic_xchg(ptr, rest, sem="relaxed")\n',
         breaks="of the batches that two refillers install, one is in no stripe and attached",
         scenario="two_refillers",
     ),
@@ -322,8 +322,8 @@ ALL = (
     Mutant(
         name="run_without_a_live_bit",
         file="heap.py",
-        old="tl.atomic_or(ptr, bit | free_word, sem=\"relaxed\")",
-        new="tl.atomic_or(ptr, free_word & 0, sem=\"relaxed\")",
+        old='tl.atomic_or(ptr, bit | free_word, sem="relaxed")',
+        new='tl.atomic_or(ptr, free_word & 0, sem="relaxed")',
         breaks="no run can be freed",
         scenario="one_page",
     ),

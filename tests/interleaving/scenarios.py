@@ -116,19 +116,23 @@ ALL = (
     ),
     Scenario(
         "hint_dropped",
-        pages=2,
-        before=(2 * PAGE,),
-        script=((free(0),), (malloc(1, 2 * PAGE), free(1))),
+        pages=3,
+        before=(2 * PAGE, PAGE),
+        script=((free(0),), (malloc(2, 3 * PAGE),)),
         plan=mostly(60, preemptions=2),
     ),
     # A hint is dropped for a request that nothing can serve, while the memory for another comes
-    # back.
+    # back. The other guesses the wrong chunk.
     Scenario(
         "hint_missing",
-        pages=3,
+        pages=128,
+        filler=125,
         before=(2 * PAGE, PAGE),
         script=((free(0),), (malloc(2, 3 * PAGE),), (malloc(3, 2 * PAGE),)),
-        plan=((Exhaustive(2), 1200), (PCT(depth=3), 60)),
+        plan=(
+            *directed(Turn(1, "drop_hints"), Turn(0), Turn(1, "drop_hints"), Turn(2)),
+            (PCT(depth=3), 60),
+        ),
     ),
     # The hints were dropped; two frees together make a run that neither makes alone.
     Scenario(
@@ -302,14 +306,18 @@ ALL = (
             (malloc(1, HALF), free(1), malloc(2, HALF)),
             (malloc(3, HALF),),
         ),
-        plan=mostly(40, preemptions=2),
+        plan=(
+            *directed(Turn(1, "run_script", 3), Turn(0, "claim_tickets"), Turn(1), Turn(0)),
+            (PCT(depth=3), 20),
+            (PCT(depth=6), 20),
+        ),
     ),
     Scenario(
         "batch_runs_dry",
         pages=2,
         script=(
-            (malloc(0, HALF), malloc(1, HALF), malloc(2, HALF), free(0)),
-            (malloc(3, HALF), free(3)),
+            (malloc(0, HALF), malloc(1, HALF), free(1), malloc(2, HALF)),
+            (malloc(3, WORD), free(3)),
         ),
         plan=mostly(20),
     ),
@@ -381,7 +389,11 @@ ALL = (
             (malloc(1, HALF), malloc(2, HALF), free(1)),
             (malloc(3, HALF), malloc(4, HALF), free(3), malloc(6, HALF)),
             (
-                malloc(5, HALF), malloc(7, HALF), free(5), free(7), malloc(8, HALF),
+                malloc(5, HALF),
+                malloc(7, HALF),
+                free(5),
+                free(7),
+                malloc(8, HALF),
                 malloc(9, HALF),
             ),
         ),

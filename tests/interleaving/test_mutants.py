@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ON_GPU
-from tests.interleaving import trial
+from tests.interleaving import table, trial
+from tests.interleaving.directed import NOT_REACHED
 from tests.interleaving.mutants import ALL, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +58,7 @@ def test_a_planted_bug_is_found(
     assert done.returncode == trial.FAILED, (
         f"{mutant.name} survives {mutant.scenario}: {mutant.breaks}\n{done.stdout}{done.stderr}"
     )
+    assert NOT_REACHED not in done.stdout, done.stdout
     before = sum(int(count) for count in re.findall(r": (\d+) schedules", done.stdout))
     last = re.search(r"found by schedule (\d+) of", done.stdout)
     seconds = re.search(r"failed after ([\d.]+) s", done.stdout)
@@ -64,9 +66,7 @@ def test_a_planted_bug_is_found(
     assert seconds is not None
     assert 'replay("' in done.stdout
     schedules = before + int(last[1])
-    record_property(
-        "mutant", f"{mutant.name:28} {mutant.scenario:24} {schedules:9} {seconds[1]:>8}"
-    )
+    record_property("mutant", [mutant.name, mutant.scenario, schedules, float(seconds[1])])
 
 
 def test_a_copy_without_a_bug_passes(tmp_path: Path) -> None:
@@ -83,3 +83,10 @@ def test_a_copy_without_a_bug_passes(tmp_path: Path) -> None:
 
 def test_names_are_unique() -> None:
     assert len({mutant.name for mutant in ALL}) == len(ALL)
+
+
+def test_the_table_is_what_was_recorded() -> None:
+    recorded = {name: scenario for name, (scenario, _schedules) in table.killed().items()}
+    assert recorded == {mutant.name: mutant.scenario for mutant in ALL}
+    text = table.DOCUMENT.read_text()
+    assert table.with_table(text) == text, "run: python -m tests.interleaving.table"
