@@ -323,7 +323,7 @@ def shrink(row: Row) -> Row:
     if row.pattern == "oom":
         return replace(row, n=min(row.n, 1024), lanes=1024)
     if row.lanes == 1:
-        most = {"warp": 5, "cta": 3, "scalar": 3, "latency": 4}[row.pattern]
+        most = {"empty": 5, "warp": 5, "cta": 3, "scalar": 3, "latency": 4}[row.pattern]
         return replace(row, n=min(row.n, most), size=min(row.size, 1 << 17))
     param = row.param if row.pattern != "heap" or row.param is None else min(row.param, 2 * MIB)
     size = row.size if row.pattern != "thread" else min(row.size, 1 << 17)

@@ -258,7 +258,8 @@ def churn_lanes_kernel(
     old = tl.zeros((BLOCK,), tl.int64)
     old_size = tl.zeros((BLOCK,), tl.int64)
     old_tag = tl.zeros((BLOCK,), tl.int64)
-    for i in range(rounds):
+    i = tl.program_id(0) * 0
+    while i < rounds:  # (Triton 3.6: see free_shared_kernel)
         size = random_size(lane * 7919 + i * 104729 + seed, smallest, largest)
         addr = da.malloc(heap, size)
         missing += (addr == 0).to(tl.int64)
@@ -272,6 +273,7 @@ def churn_lanes_kernel(
         old = addr
         old_size = usable
         old_tag = tag
+        i += 1
     tl.debug_barrier()
     bad += count_wrong_words(old, old_size, old_tag, STEP)
     da.free(heap, old)
@@ -285,7 +287,8 @@ def churn_scalar_kernel(heap, wrong, nulls, rounds, smallest, largest, seed, STE
     program = tl.program_id(0)
     bad = tl.zeros((1,), tl.int64)
     missing = tl.full((), 0, tl.int64)
-    for i in range(rounds):
+    i = tl.program_id(0) * 0
+    while i < rounds:  # (Triton 3.6: see free_shared_kernel)
         size = random_size(program * 7919 + i * 104729 + seed, smallest, largest)
         addr = da.malloc(heap, size)
         missing += (addr == 0).to(tl.int64)
@@ -296,6 +299,7 @@ def churn_scalar_kernel(heap, wrong, nulls, rounds, smallest, largest, seed, STE
         tl.debug_barrier()
         bad += count_wrong_words(block, usable + tl.zeros((1,), tl.int64), tag, STEP)
         da.free(heap, addr)
+        i += 1
     tl.store(wrong + program + tl.arange(0, 1), bad)
     tl.store(nulls + program, missing)
 
@@ -333,7 +337,8 @@ def exchange_kernel(
     in its second whose it was."""
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bad = tl.zeros((BLOCK,), tl.int64)
-    for i in range(rounds):
+    i = tl.program_id(0) * 0
+    while i < rounds:  # (Triton 3.6: see free_shared_kernel)
         size = random_size(lane * 613 + i * 15485863 + seed, tl.full((), 32, tl.int64), 2048)
         addr = da.malloc(heap, size)
         usable = da.usable_size(heap, addr)
@@ -355,6 +360,7 @@ def exchange_kernel(
         rest = tl.where((got != 0) & sane, length - 16, 0)
         bad += count_wrong_words(got + 16, rest, owner, STEP)
         da.free(heap, got)
+        i += 1
     tl.store(wrong + lane, bad)
 
 
