@@ -181,9 +181,8 @@ def target_rows(width: tuple[int, int] | None = None) -> list[Row]:
         ("oom", (64, 1024, 4096), (10_000,)),
         ("frag", (4096,), (100_000,)),
     ]
-    rows = expand(plan, width or WIDTHS[0])
-    # The floor of the `warp` rows: so many programs of one warp, and nothing in them.
-    rows.append(make("empty", 0, 100_000, (1, 1)))
+    # (The first is the floor of the `warp` rows: so many programs of one warp, nothing in them.)
+    rows = [make("empty", 0, 100_000, (1, 1)), *expand(plan, width or WIDTHS[0])]
     rows += baselines(rows)
     rows += expand([("latency", (64,), (1000,))], allocator="cuda")
     wide: Plan = [

@@ -184,10 +184,10 @@ def test_the_command_writes_rows_with_provenance(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*-interpreter-*.csv")
     found = read_rows(path)
     assert [row["row"] for row in found if row["op"] == "kernel"] == [
+        "empty-0-5",
         "empty-0-1",
         "empty-0-40",
         "latency-64-4",
-        "empty-0-5",
     ]
     assert all(row["check"] == "ok" and row["triton"] and row["date"] for row in found)
     assert [row["median"] for row in found if row["op"] == "at_rest"] == ["1.000000"]
