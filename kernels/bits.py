@@ -8,6 +8,8 @@ blocks alike.
 import triton
 import triton.language as tl
 
+from .target import has_ptx
+
 
 @triton.jit
 def lsr(x, s):
@@ -17,11 +19,18 @@ def lsr(x, s):
 
 @triton.jit
 def popcount(x):
-    """Number of set bits of int64 ``x``, as int32 (LLVM recognises the idiom)."""
-    x = x - (lsr(x, 1) & 0x5555555555555555)
-    x = (x & 0x3333333333333333) + (lsr(x, 2) & 0x3333333333333333)
-    x = (x + lsr(x, 4)) & 0x0F0F0F0F0F0F0F0F
-    return lsr(x * 0x0101010101010101, 56).to(tl.int32)
+    """Number of set bits of int64 ``x``, as int32."""
+    if has_ptx():
+        # (LLVM recognises the idiom below, but compiling it a dozen times takes its time.)
+        count = tl.inline_asm_elementwise(
+            "popc.b64 $0, $1;", "=r,l", [x], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        x = x - (lsr(x, 1) & 0x5555555555555555)
+        x = (x & 0x3333333333333333) + (lsr(x, 2) & 0x3333333333333333)
+        x = (x + lsr(x, 4)) & 0x0F0F0F0F0F0F0F0F
+        count = lsr(x * 0x0101010101010101, 56).to(tl.int32)
+    return count
 
 
 @triton.jit
@@ -86,13 +95,28 @@ def run_starts(x, n):
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x of a float in [1, 2**16), at most 2**-23 of it wrong.
+
+    On CUDA by one instruction: a division must also be right where ``x`` is very small or large.
+    """
+    if has_ptx():
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        inverse = 1.0 / x
+    return inverse
+
+
+@triton.jit
 def divide(x, d):
     """``x // d`` for int32 ``x`` in [0, 2**18) and ``d`` in [1, 2**16), by a float reciprocal.
 
     The quotient of (x + 1/2) / d is at least 1 / (2 d) away from an integer, and at most
-    2**18 / d * 2**-21 wrong. A third of the instructions of an integer division.
+    2**18 / d * 2**-21 wrong. A fifth of the instructions of an integer division.
     """
-    return ((x.to(tl.float32) + 0.5) * (1.0 / d.to(tl.float32))).to(tl.int32)
+    return ((x.to(tl.float32) + 0.5) * reciprocal(d.to(tl.float32))).to(tl.int32)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from .lanes import (
     is_block,
     lane_index,
     pick,
+    pick_first,
     rank_of,
 )
 from .layout import (
@@ -38,6 +39,7 @@ from .layout import (
     RUNS,
     class_bytes,
     is_slab,
+    live_words,
     load_base,
     load_geometry,
     page_bits_ptr,
@@ -83,9 +85,9 @@ def report_lanes(heap, kind: tl.constexpr, flags, addr, size):
 
 
 @triton.jit
-def address_of(heap, page, granule):
-    offset = (page.to(tl.int64) << PAGE_LOG2) + (granule << 4).to(tl.int64)
-    return load_base(heap) + offset
+def address_of(base, page, granule):
+    """The address of a granule; ``base`` is that of page 0."""
+    return base + (page.to(tl.int64) << PAGE_LOG2) + (granule << 4).to(tl.int64)
 
 
 # malloc ---------------------------------------------------------------------------------------
@@ -116,9 +118,13 @@ def find_class(heap, cls, rank, active, need, crossed):
 @triton.jit
 def malloc_any(heap, nbytes, active):
     """``api.malloc`` for int64 sizes; inactive lanes give 0."""
+    # The geometry first, in one round trip to memory.
+    base = load_base(heap)
+    live = live_words(heap)
     small = active & (nbytes > 0) & (nbytes <= MAX_SLOT)
     classes = size_class(tl.where(small, nbytes, 1).to(tl.int32))
-    cls = pick(classes, first_lane(small))
+    cls = pick_first(classes, small)
+    stripe = own_stripe(heap, cls)
     same = small & (classes == cls)
     rank = rank_of(same)
     count = count_lanes(same)
@@ -130,7 +136,7 @@ def malloc_any(heap, nbytes, active):
     if is_block(nbytes):
         whole = count >= slots_of(size) * WHOLE_PAGES
     if (count > 0) & (whole == 0):
-        word = tl.atomic_add(own_stripe(heap, cls), -count.to(tl.int64), sem="acquire")
+        word = tl.atomic_add(stripe, -count.to(tl.int64), sem="acquire")
         duty += ((stripe_credits(word) >= 0) & (stripe_credits(word) < count)).to(tl.int32)
         half = half_used(word, slots_of(size), count)
         if is_block(nbytes):
@@ -145,12 +151,12 @@ def malloc_any(heap, nbytes, active):
             word = open_whole(heap, cls, count)
     credits = stripe_credits(word)
     got = same & (rank < credits)
-    page, granule, old, taken = claim_tickets(heap, word, rank, count, size, got)
-    addr = tl.where(got, address_of(heap, page, granule), 0)
+    page, granule, old, taken = claim_tickets(live, word, rank, count, size, got)
+    addr = tl.where(got, address_of(base, page, granule), 0)
     rest = active & (got == 0) & (nbytes != 0)
     if any_lane(rest | (taken != 0)) | half:
         if is_block(rest):
-            ptr, bit = live_bit(heap, page, granule)
+            ptr, bit = live_bit(live, page, granule)
             lost, old = heard(ptr, bit, old, taken)
             lost = lost & got
             crossed = same & (got == 0) & (duty != 0)
@@ -176,6 +182,7 @@ def malloc_rest_scalar(heap, nbytes, addr, word, old):
     one = (word & 0).to(tl.int32) + 1
     cls = size_class(tl.minimum(tl.maximum(nbytes, 1), MAX_SLOT).to(tl.int32))
     size = class_bytes(cls)
+    live = live_words(heap)
     ticket = addr != 0
     _inside, page, granule = locate(heap, addr, ticket)
     lost = ticket & (ticket == 0)
@@ -183,7 +190,7 @@ def malloc_rest_scalar(heap, nbytes, addr, word, old):
     if ticket:
         if half_used(word, slots_of(size), one):
             prefetch(heap, cls)
-        _ptr, bit = live_bit(heap, page, granule)
+        _ptr, bit = live_bit(live, page, granule)
         lost = (old & bit) != 0
     elif nbytes > MAX_SLOT:
         addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
@@ -191,7 +198,8 @@ def malloc_rest_scalar(heap, nbytes, addr, word, old):
         duty = (stripe_credits(word) == 0).to(tl.int32)
         page, granule, placed, _any = find_class(heap, cls, one * 0, one == 1, one, duty)
     if placed | lost:
-        addr = address_of(heap, page, claim_any(heap, page, granule, size, placed, old, lost))
+        granule = claim_any(live, page, granule, size, placed, old, lost)
+        addr = address_of(load_base(heap), page, granule)
     if (addr == 0) & (nbytes != 0):
         kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
         record_error(heap, one * 0 + kind, addr, nbytes, one)
@@ -240,7 +248,7 @@ def malloc_rest(
             tries = pending & (stripe_credits(now) >= 0)
             polls = tl.where(any_lane(pending & is_drawing(now)), 0, polls - 1)
         elif any_lane(pending):
-            cls = pick(classes, first_lane(tl.where(ours != 0, duty, pending)))
+            cls = pick_first(classes, tl.where(ours != 0, duty, pending))
             now = pending & (classes == cls)
             found_page, found_granule, got, found = find_class(
                 heap, cls, rank_of(now), now, count_lanes(now), ours
@@ -253,11 +261,11 @@ def malloc_rest(
             crossed = crossed & (now == 0)
             polls = tl.full((), POLLS, tl.int32)
     while any_lane(halves):
-        cls = pick(classes, first_lane(halves))
+        cls = pick_first(classes, halves)
         prefetch(heap, cls)
         halves = halves & (classes != cls)
-    granule = claim_any(heap, page, granule, sizes, placed, old, lost)
-    addr = tl.where(placed | lost, address_of(heap, page, granule), 0)
+    granule = claim_any(live_words(heap), page, granule, sizes, placed, old, lost)
+    addr = tl.where(placed | lost, address_of(load_base(heap), page, granule), 0)
     large = rest & (nbytes > MAX_SLOT)
     at = first_lane(large)
     while at < large.shape[0]:
@@ -282,11 +290,11 @@ def malloc_run(heap, length):
             free_word = tl.atomic_xchg(page_word_ptr(heap, page), state, sem="relaxed")
             # The page word before the live bit, or a wrong free could come between: the bit is
             # made from what the exchange returned, which is nothing (KIND_FREE).
-            ptr, bit = live_bit(heap, page, page * 0)
+            ptr, bit = live_bit(live_words(heap), page, page * 0)
             tl.atomic_or(ptr, bit | free_word, sem="relaxed")
             count_taken(heap, length.to(tl.int32))
             tl.atomic_add(heap + RUNS, length * 0 + 1, sem="relaxed")
-            addr = address_of(heap, page, page * 0)
+            addr = address_of(load_base(heap), page, page * 0)
     return addr
 
 
@@ -314,12 +322,14 @@ def free_any(heap, addr, active):
     """``api.free`` for int64 addresses."""
     active = active & (addr != 0)
     inside, page, granule = locate(heap, addr, active)
+    # (The geometry before the fence, in one round trip to memory.)
+    live = live_words(heap)
+    ptr = page_word_ptr(heap, page)
     # What this program wrote happens before anything that the next owner does.
     fence(heap + ERRORS)
-    freed, speaks, counts = clear(heap, page, granule, inside)
+    freed, speaks, counts = clear(live, page, granule, inside)
     # Out of the account.
     change = counts.to(tl.int64)
-    ptr = page_word_ptr(heap, page)
     now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change
     wrong = active & (freed == 0)
     if any_lane((speaks & needs_care(now)) | wrong):
@@ -407,7 +417,7 @@ def free_run(heap, page, n):
 def usable_any(heap, addr, active):
     """Bytes that may be used at int64 addresses; 0 where nothing lives, and in inactive lanes."""
     inside, page, granule = locate(heap, addr, active)
-    ptr, bit = live_bit(heap, page, granule)
+    ptr, bit = live_bit(live_words(heap), page, granule)
     live = inside & ((atomic_load(ptr, inside) & bit) != 0)
     state = atomic_load(page_word_ptr(heap, page), inside)
     slot = class_bytes(page_class(state)).to(tl.int64)

@@ -63,6 +63,17 @@ def pick(values, lane):
 
 
 @triton.jit
+def pick_first(values, flags):
+    """The number, in [0, 64), in the first flagged lane of a block; 0 if there is none."""
+    if is_block(values):
+        places = tl.arange(0, values.shape[0]) * 64
+        value = tl.min(tl.where(flags, places + values, values.shape[0] * 64), axis=0) & 63
+    else:
+        value = values
+    return value
+
+
+@triton.jit
 def bitwise_or(a, b):
     return a | b
 

@@ -60,12 +60,12 @@ MAX_SLOT = tl.constexpr(1 << 15)
 MAX_BATCH = tl.constexpr(32)
 
 # Geometry: MAGIC, the base, then numbers below 2**32, two to a word, so that a fast path needs
-# few loads and few registers.
+# few loads and few registers: malloc the base and one word, free one more.
 BASE_WORD = tl.constexpr(1)  # address of page 0
 PACKED_WORD = tl.constexpr(2)
-G_PAGES = tl.constexpr(0)
-G_STRIPES = tl.constexpr(1)
-G_LIVE_BITS = tl.constexpr(2)
+G_STRIPES = tl.constexpr(0)
+G_LIVE_BITS = tl.constexpr(1)
+G_PAGES = tl.constexpr(2)
 G_PAGE_WORDS = tl.constexpr(3)
 G_PAGE_BITS = tl.constexpr(4)
 G_HINTS = tl.constexpr(5)
@@ -161,9 +161,9 @@ def page_bits_ptr(heap, chunk):
 
 
 @triton.jit
-def live_words_ptr(heap, page):
-    """The first of a page's LIVE_WORDS words of live bits."""
-    return heap + load_geometry(heap, G_LIVE_BITS) + page.to(tl.int64) * LIVE_WORDS
+def live_words(heap):
+    """The first word of live bits; a page has LIVE_WORDS of them."""
+    return heap + load_geometry(heap, G_LIVE_BITS)
 
 
 @triton.jit

@@ -16,13 +16,14 @@ import triton.language as tl
 
 from .bits import comb, divide, low_mask, lowest_bit, mix, next_bit
 from .lanes import any_lane, first_lane, is_block, lane_index, pick
-from .layout import live_words_ptr, program_index, slots_of, stripe_credits, stripe_place
+from .layout import LIVE_WORDS, program_index, slots_of, stripe_credits, stripe_place
 
 
 @triton.jit
-def live_bit(heap, page, granule):
-    """Where the live bit of granule ``granule`` of ``page`` (int32) is: pointer and bit."""
-    ptr = live_words_ptr(heap, page) + (granule & 63)
+def live_bit(live, page, granule):
+    """Where the live bit of granule ``granule`` of ``page`` (int32) is: pointer and bit. ``live``,
+    here and below: the heap's first word of live bits."""
+    ptr = live + page.to(tl.int64) * LIVE_WORDS + (granule & 63)
     return ptr, (granule & 0).to(tl.int64) + 1 << (granule >> 6).to(tl.int64)
 
 
@@ -65,9 +66,9 @@ def heard(ptr, bit, old, wrong):
 
 
 @triton.jit
-def claim(heap, page, granule, active):
+def claim(live, page, granule, active):
     """Set live bits. Returns the words as they were, and which lanes were not the first."""
-    ptr, bit = live_bit(heap, page, granule)
+    ptr, bit = live_bit(live, page, granule)
     old = tl.atomic_or(ptr, bit, mask=active, sem="relaxed")
     return old, active & ((old & bit) != 0)
 
@@ -84,7 +85,7 @@ def ticket_slot(word, rank, size, active):
 
 
 @triton.jit
-def claim_tickets(heap, word, rank, count, size, active):
+def claim_tickets(live, word, rank, count, size, active):
     """Set the live bits of the slots that the ``count`` tickets from stripe word ``word`` name.
 
     ``rank`` counts the active lanes. Returns their pages and granules, the words as they were
@@ -92,7 +93,7 @@ def claim_tickets(heap, word, rank, count, size, active):
     """
     page, slot = ticket_slot(word, rank, size, active)
     granule = slot * (size >> 4)
-    ptr, bit = live_bit(heap, page, granule)
+    ptr, bit = live_bit(live, page, granule)
     speaks = active
     bits = bit
     if is_block(rank):
@@ -123,28 +124,28 @@ def another(old, granule, size):
 
 
 @triton.jit
-def claim_any(heap, page, granule, size, fresh, old, lost):
+def claim_any(live, page, granule, size, fresh, old, lost):
     """Set the live bits of the ``fresh`` lanes and of those that ``lost`` theirs to somebody, in a
     word that was ``old``: each of the slot at ``granule``, or else of another of the page. Returns
     the granules of the slots that the lanes have now."""
-    seen, beaten = claim(heap, page, granule, fresh)
+    seen, beaten = claim(live, page, granule, fresh)
     old = tl.where(fresh, seen, old)
     lost = lost | beaten
     while any_lane(lost):
         granule = tl.where(lost, another(old, granule, size), granule)
-        old, lost = claim(heap, page, granule, lost)
+        old, lost = claim(live, page, granule, lost)
     return granule
 
 
 @triton.jit
-def clear(heap, page, granule, active):
+def clear(live, page, granule, active):
     """Clear the live bits of ``active`` lanes. Returns which of them were set, the lanes that are
     to speak for their page, and for how many lanes each.
 
     Lanes that free consecutive slots, in order and from lane 0 on, share words and speak together;
     others each for themselves.
     """
-    ptr, bit = live_bit(heap, page, granule)
+    ptr, bit = live_bit(live, page, granule)
     speaks = active
     bits = bit
     counts = granule * 0 + 1

@@ -67,7 +67,7 @@ from .layout import (
     class_slots,
     hint_ptr,
     is_slab,
-    live_words_ptr,
+    live_words,
     load_geometry,
     pack_stripe,
     page_class,
@@ -144,7 +144,8 @@ def settle(heap, page, word, asks):
     hint behind its clearing.
     """
     ptr = page_word_ptr(heap, page)
-    spare = live_words_ptr(heap, page) + (lane_index(page) & (LIVE_WORDS - 1))
+    spare = live_words(heap) + page.to(tl.int64) * LIVE_WORDS
+    spare += lane_index(page) & (LIVE_WORDS - 1)
     retired = asks & (asks == 0)
     published = retired
     cls = page_class(word)
