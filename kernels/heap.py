@@ -70,9 +70,8 @@ from .slabs import (
     open_whole,
     own_stripe,
     prefetch,
-    settle,
+    settle_lanes,
 )
-from .target import has_wide_cas
 
 
 @triton.jit
@@ -334,48 +333,57 @@ def free_any(heap, addr, active):
     wrong = active & (freed == 0)
     if any_lane((speaks & needs_care(now)) | wrong):
         if is_block(freed):
-            free_rest(heap, addr, page, granule, inside, wrong, now, speaks)
+            free_rest(heap, addr, page, wrong, now, speaks)
         else:
-            free_rest_scalar(
-                heap, addr, page, granule, inside.to(tl.int32), wrong.to(tl.int32), now
-            )
+            free_rest_scalar(heap, addr, page, wrong.to(tl.int32), now)
 
 
 @triton.jit(noinline=True)
-def free_rest_scalar(heap, addr, page, granule, inside, wrong, now):
-    """:func:`free_rest` for a scalar; flags are int32. Returns 0."""
-    free_rest(heap, addr, page, granule, inside != 0, wrong != 0, now, wrong == 0)
+def free_rest_scalar(heap, addr, page, wrong, now):
+    """:func:`free_rest` for a scalar; ``wrong`` is an int32. Returns 0."""
+    free_rest(heap, addr, page, wrong != 0, now, wrong == 0)
     return page * 0
 
 
 @triton.jit
-def free_rest(heap, addr, page, granule, inside, wrong, now, acts):
+def free_rest(heap, addr, page, wrong, now, acts):
     """What is left to do after the subtraction: give back runs, settle pages, report what was
     freed wrongly. The lanes in ``acts`` subtracted, and ``now`` came of it."""
     runs = acts & (page_kind(now) == KIND_RUN)
-    first = first_lane(runs)
-    while any_lane(runs & (lane_index(runs) == first)):
+    while any_lane(runs):
+        first = first_lane(runs)
         free_run(heap, pick(page, first), pick(page_out(now), first) + 1)
-        first = first_lane(runs & (lane_index(runs) > first))
+        runs = runs & (lane_index(runs) != first)
     asks = acts & (is_idle(now) | is_hidden(now))
-    if has_wide_cas():
-        if any_lane(asks):
-            settle(heap, page, now, asks)
-    else:
-        first = first_lane(asks)
-        while any_lane(asks & (lane_index(asks) == first)):
-            settle(heap, pick(page, first), pick(now, first), first >= 0)
-            first = first_lane(asks & (lane_index(asks) > first))
-    if any_lane(wrong):
-        # Nothing lives at a well-formed address: freed before, or never handed out.
-        state = atomic_load(page_word_ptr(heap, page), wrong & inside)
-        exact = is_slab(state) & begins_slot(state, granule)
-        head = (page_kind(state) == KIND_RUN) & (granule == 0)
-        empty = wrong & inside & (page_kind(state) == KIND_FREE)
-        dead = exact | head | (empty & pages_become_free(heap, page, empty))
-        double = wrong & inside & dead
-        report_lanes(heap, E_DOUBLE_FREE, double, addr, addr * 0)
-        report_lanes(heap, E_INVALID_FREE, wrong & (double == 0), addr, addr * 0)
+    if any_lane(asks):
+        settle_lanes(heap, page, now, asks)
+    while any_lane(wrong):
+        first = first_lane(wrong)
+        report_wrong(heap, pick(addr, first))
+        wrong = wrong & (lane_index(wrong) != first)
+
+
+@triton.jit(noinline=True)
+def report_wrong(heap, addr):
+    """Record that ``addr`` (int64 scalar), which is not 0, was freed and nothing lives there:
+    freed before, or never handed out. Returns 0."""
+    inside, page, granule = locate(heap, addr, addr != 0)
+    state = atomic_load(page_word_ptr(heap, page))
+    slot = is_slab(state) & begins_slot(state, granule)
+    head = (page_kind(state) == KIND_RUN) & (granule == 0)
+    empty = page_kind(state) == KIND_FREE
+    looks = tl.where(inside & empty, 64, 0)
+    while looks > 0:
+        # Free, or inside a run? Again a few times, because a page that is just being given back
+        # has lost its page word and not yet got its page bit.
+        bits = atomic_load(page_bits_ptr(heap, page >> 6))
+        free = (lsr(bits, (page & 63).to(tl.int64)) & 1) != 0
+        head = head | free
+        looks = tl.where(free, 0, looks - 1)
+    double = inside & (slot | head)
+    kind = tl.where(double, E_DOUBLE_FREE, E_INVALID_FREE)
+    record_error(heap, page * 0 + kind, addr, addr * 0, page * 0 + 1)
+    return page * 0
 
 
 @triton.jit
@@ -384,21 +392,6 @@ def begins_slot(word, granule):
     size = class_bytes(page_class(word))
     slot = divide(granule << 4, size)
     return (slot * size == granule << 4) & (slot < slots_of(size))
-
-
-@triton.jit
-def pages_become_free(heap, page, active):
-    """Which of the pages are free, rather than inside a run. Looks again a few times, because a
-    page that is just being given back has lost its page word and not yet got its page bit."""
-    ptr = page_bits_ptr(heap, page >> 6)
-    shift = (page & 63).to(tl.int64)
-    found = active & (active == 0)
-    looks = count_lanes(active) * 0 + 64
-    while looks > 0:
-        bits = atomic_load(ptr, active)
-        found = active & ((lsr(bits, shift) & 1) != 0)
-        looks = tl.where(any_lane(active & (found == 0)), looks - 1, 0)
-    return found
 
 
 @triton.jit(noinline=True)

@@ -7,8 +7,6 @@ request per lane. A scalar is a block of one lane that needs no reductions.
 import triton
 import triton.language as tl
 
-from .atomics import atomic_cas
-
 
 @triton.constexpr_function
 def is_block(x):
@@ -97,11 +95,3 @@ def rank_of(flags):
         rank = tl.full((), 0, tl.int32)
     return rank
 
-
-@triton.jit
-def cas_lanes(ptr, expected, desired, active, spare):
-    """:func:`atomic_cas` in the active lanes. The instruction has no mask: the others compare and
-    swap 0 for 0 at ``spare``, which had better be different words that nobody waits for."""
-    zero = expected & 0
-    where = tl.where(active, ptr, spare)
-    return atomic_cas(where, tl.where(active, expected, zero), tl.where(active, desired, zero))

@@ -48,7 +48,7 @@ import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
 from .bits import floor_log2, lowest_bit, lsr, mix, popcount, select_bit
-from .lanes import any_lane, cas_lanes, count_lanes, first_lane, lane_index, or_lanes, pick
+from .lanes import any_lane, first_lane, or_lanes, pick
 from .layout import (
     ATTACHED,
     CLASS_SHIFT,
@@ -56,7 +56,6 @@ from .layout import (
     G_PAGES,
     G_STRIPES,
     GRANTED,
-    LIVE_WORDS,
     NUM_CLASSES,
     ORDERS,
     PUBLISHED,
@@ -67,7 +66,6 @@ from .layout import (
     class_slots,
     hint_ptr,
     is_slab,
-    live_words,
     load_geometry,
     pack_stripe,
     page_class,
@@ -131,55 +129,67 @@ def is_published(word, cls):
     return is_slab(word) & (page_class(word) == cls) & ((word & PUBLISHED) != 0)
 
 
-@triton.jit
-def settle(heap, page, word, asks):
-    """Do what the page words of the flagged lanes ask for: retire the pages that are idle,
-    publish those that no search would find. Scalars or blocks; several lanes may name one page.
+@triton.jit(noinline=True)
+def settle(heap, chunk, pages, word):
+    """Do what page word ``word`` asks for, which all ``pages`` (a word of bits) of a chunk had:
+    retire them if it is idle, publish them if no search would find them; returns 0.
 
     Whoever makes a page idle or hidden by its change of the page word calls this with the word
     that came of it. A failed compare-and-swap means that the word changed again, so it is looked
-    at again. In transit meanwhile: a retired page is in hand until its bit is set, and a page
-    whose flag is set is hidden until its hint is, although other frees rely on the flag and
-    return. The flag comes before the hint, so that :func:`unpublish` sees either the flag or our
-    hint behind its clearing.
+    at again; a page that serves another class by now was retired and is others' business. The
+    caller is in transit: a retired page is in hand until its bit is set, and a page whose flag is
+    set is hidden until its hint is, although other frees rely on the flag and return. The flag
+    comes before the hint, so that :func:`unpublish` sees either the flag or our hint behind its
+    clearing.
     """
-    ptr = page_word_ptr(heap, page)
-    spare = live_words(heap) + page.to(tl.int64) * LIVE_WORDS
-    spare += lane_index(page) & (LIVE_WORDS - 1)
-    retired = asks & (asks == 0)
-    published = retired
+    lane = tl.arange(0, 64)
     cls = page_class(word)
-    enter_transit(heap)
-    going = any_lane(asks)
+    ptr = page_word_ptr(heap, chunk * 64 + lane)
+    asks = (lsr(pages, lane.to(tl.int64)) & 1) != 0
+    words = tl.where(asks, word, 0)
+    idle = is_idle(words)
+    hidden = is_hidden(words) & (idle == 0)
+    published = asks & (asks == 0)
+    retired = published
+    going = pages != 0
     while going:
-        idle = asks & is_idle(word)
-        hidden = asks & is_hidden(word) & (idle == 0)
-        seen = cas_lanes(ptr, word, tl.where(hidden, word | PUBLISHED, 0), idle | hidden, spare)
-        won = seen == word
-        cls = tl.where(hidden & won, page_class(word), cls)
+        expected = tl.where(idle | hidden, words, 0)
+        words = atomic_cas(ptr, expected, tl.where(hidden, words | PUBLISHED, 0))
+        won = words == expected
         published = published | (hidden & won)
         retired = retired | (idle & won)
-        asks = (idle | hidden) & (won == 0)
-        word = seen
-        going = any_lane(asks)
+        asks = (idle | hidden) & (won == 0) & (page_class(words) == cls)
+        idle = asks & is_idle(words)
+        hidden = asks & is_hidden(words) & (idle == 0)
+        going = any_lane(idle | hidden)
     # The flags before the hints, and what the frees came after that made pages idle before the
     # give.
     fence(heap + USED)
-    hint = hint_ptr(heap, ORDERS + cls, page >> 6)
-    bit = (word & 0) + 1 << (page >> 6 & 63).to(tl.int64)
-    tl.atomic_or(hint, bit, mask=published, sem="relaxed")
-    count = count_lanes(retired)
-    if count > 0:
-        count_given(heap, count)
-        # One lane gives all pages of its chunk, mostly the only one.
-        first = first_lane(retired)
-        own = (word & 0) + 1 << (page & 63).to(tl.int64)
-        beside = retired & (page >> 6 == pick(page, first) >> 6)
-        all_bits = or_lanes(tl.where(beside, own, 0))
-        leads = lane_index(page) == first
-        bits = tl.where(leads, all_bits, own)
-        give_pages(heap, page >> 6, bits, retired & (leads | (beside == 0)))
-    leave_transit(heap, count * 0 + 1)
+    bit = tl.full((), 1, tl.int64) << (chunk & 63).to(tl.int64)
+    shown = any_lane(published)
+    tl.atomic_or(hint_ptr(heap, ORDERS + cls, chunk), bit, mask=shown, sem="relaxed")
+    given = lane_bits(retired)
+    if given != 0:
+        count_given(heap, popcount(given))
+        give_pages(heap, chunk, given, given != 0)
+    return chunk * 0
+
+
+@triton.jit
+def settle_lanes(heap, page, word, asks):
+    """:func:`settle` the pages of the flagged lanes, whose words are ``word`` now. Scalars or
+    blocks; several lanes may name one page."""
+    enter_transit(heap)
+    while any_lane(asks):
+        # A turn for all pages of a chunk with the same word: mostly there is one.
+        first = first_lane(asks)
+        chunk = pick(page, first) >> 6
+        state = pick(word, first)
+        alike = asks & (page >> 6 == chunk) & (word == state)
+        bits = (word & 0) + 1 << (page & 63).to(tl.int64)
+        settle(heap, chunk, or_lanes(tl.where(alike, bits, 0)), state)
+        asks = asks & (alike == 0)
+    leave_transit(heap, tl.full((), 1, tl.int32))
 
 
 # Batches --------------------------------------------------------------------------------------
@@ -215,9 +225,10 @@ def detach(heap, cls, word):
         fence(heap + GRANTED + cls)
         bit = tl.full((), 1, tl.int64) << (page >> 6 & 63).to(tl.int64)
         tl.atomic_or(hint_ptr(heap, ORDERS + cls, page >> 6), bit, sem="relaxed")
-        idle = mine & is_idle(now)
-        if any_lane(idle):
-            settle(heap, at, now, idle)
+        idle = lane_bits(mine & is_idle(now))
+        if idle != 0:
+            state = (cls.to(tl.int64) << CLASS_SHIFT) + (SLAB + PUBLISHED)
+            settle(heap, page >> 6, idle << (page & 63).to(tl.int64), state)
     return page * 0
 
 

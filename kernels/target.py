@@ -14,16 +14,6 @@ def has_ptx():
 
 
 @triton.constexpr_function
-def has_wide_cas():
-    """Whether a compare-and-swap of a block may give a thread several elements. Triton 3.6 cannot
-    compile that for AMD."""
-    if triton.knobs.runtime.interpret:
-        return True
-    target = tl.target_info.current_target()
-    return target is None or target.backend != "hip"
-
-
-@triton.constexpr_function
 def is_interpreted():
     return triton.knobs.runtime.interpret
 

@@ -351,7 +351,7 @@ def test_a_heap_that_outlives_its_context() -> None:
         heap.free(addr)
     # Whoever kept the handle still has the control block, not a hole.
     assert handle.numel() > 0
-    assert int(handle[2]) & 0xFFFFFFFF == 16  # its pages
+    assert int(handle[3]) & 0xFFFFFFFF == 16  # its pages
     gc.collect()
 
 

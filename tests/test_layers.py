@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # The device code, relative to devalloc.kernels.
 KERNEL_LAYERS = [
-    {"bits", "target"},
+    {"target"},
+    {"bits"},
     {"layout", "atomics"},
     {"record", "lanes", "table"},
     {"payload"},
