@@ -23,6 +23,7 @@ from .lanes import (
     pick,
     pick_first,
     rank_of,
+    width,
 )
 from .layout import (
     E_DOUBLE_FREE,
@@ -37,6 +38,7 @@ from .layout import (
     PAGE_LOG2,
     RUN,
     RUNS,
+    address_of,
     class_bytes,
     is_slab,
     live_words,
@@ -47,6 +49,7 @@ from .layout import (
     page_kind,
     page_out,
     page_word_ptr,
+    place_of,
     program_index,
     size_class,
     slots_of,
@@ -75,18 +78,16 @@ from .slabs import (
 
 
 @triton.jit
-def report_lanes(heap, kind: tl.constexpr, flags, addr, size):
-    """Count the flagged lanes as errors of ``kind`` and record the first of them."""
-    bad = count_lanes(flags)
-    if bad > 0:
-        at = first_lane(flags)
-        record_error(heap, bad * 0 + kind, pick(addr, at), pick(size, at), bad)
-
-
-@triton.jit
-def address_of(base, page, granule):
-    """The address of a granule; ``base`` is that of page 0."""
-    return base + (page.to(tl.int64) << PAGE_LOG2) + (granule << 4).to(tl.int64)
+def report_failed(heap, nbytes, failed):
+    """Count the lanes whose requests of ``nbytes`` failed, and record the first of each kind."""
+    at = first_lane(failed)
+    while at < width(failed):
+        size = pick(nbytes, at)
+        alike = failed & ((nbytes < 0) == (size < 0))
+        kind = tl.where(size < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
+        record_error(heap, at * 0 + kind, size & 0, size, count_lanes(alike))
+        failed = failed & (alike == 0)
+        at = first_lane(failed)
 
 
 # malloc ---------------------------------------------------------------------------------------
@@ -95,8 +96,8 @@ def address_of(base, page, granule):
 @triton.jit
 def find_class(heap, cls, rank, active, need, crossed):
     """Search slots for ``need`` active lanes, ranked, of one class; ``crossed`` as in
-    ``slabs.find_slots``. Returns page and granule per lane, which lanes were promised a slot, and
-    whether any was."""
+    ``slabs.find_slots``. Returns the address of the slot that each lane was promised, or 0, and
+    whether anything was found."""
     size = class_bytes(cls)
     place, pages = find_slots(heap, cls, need, crossed)
     # A draw: 2**k slots in every page set, anywhere in it.
@@ -109,9 +110,10 @@ def find_class(heap, cls, rank, active, need, crossed):
     at = select_bit(pages + rank.to(tl.int64) * 0, tl.where(got, rank >> k, 0))
     salt = mix(program_index() * 4096 + rank)
     anywhere = (salt & 0xFFFF) * slots_of(size) >> 16
-    page = tl.where(got & drawn, first + at, page)
-    slot = tl.where(got & drawn, anywhere, slot)
-    return page, slot * (size >> 4), got, total > 0
+    page = tl.where(drawn, first + at, page)
+    slot = tl.where(drawn, anywhere, slot)
+    addr = address_of(load_base(heap), page, slot * (size >> 4))
+    return tl.where(got, addr, 0), total > 0
 
 
 @triton.jit
@@ -122,7 +124,7 @@ def malloc_any(heap, nbytes, active):
     live = live_words(heap)
     small = active & (nbytes > 0) & (nbytes <= MAX_SLOT)
     classes = size_class(tl.where(small, nbytes, 1).to(tl.int32))
-    cls = pick_first(classes, small)
+    cls = tl.maximum(pick_first(classes, small), 0)
     stripe = own_stripe(heap, cls)
     same = small & (classes == cls)
     rank = rank_of(same)
@@ -150,132 +152,124 @@ def malloc_any(heap, nbytes, active):
             word = open_whole(heap, cls, count)
     credits = stripe_credits(word)
     got = same & (rank < credits)
-    page, granule, old, taken = claim_tickets(live, word, rank, count, size, got)
+    page, granule, taken = claim_tickets(live, word, rank, count, size, got)
     addr = tl.where(got, address_of(base, page, granule), 0)
     rest = active & (got == 0) & (nbytes != 0)
     if any_lane(rest | (taken != 0)) | half:
         if is_block(rest):
             ptr, bit = live_bit(live, page, granule)
-            lost, old = heard(ptr, bit, old, taken)
-            lost = lost & got
+            lost = got & heard(ptr, bit, taken)
             crossed = same & (got == 0) & (duty != 0)
-            halves = same & half
+            tries = small & (same == 0)
             # Of whole pages there were too few: no refill is under way.
             polls = tl.where(whole, 0, count * 0 + POLLS)
+            promised = tl.where(lost, addr, 0)
             more = malloc_rest(
-                heap, nbytes, classes, rest, same, crossed, halves, polls, page, granule, old, lost
+                heap, nbytes, classes, rest, promised, tries, crossed, same & half, polls
             )
             addr = tl.where(rest | lost, more, addr)
         else:
-            addr = malloc_rest_scalar(heap, nbytes, addr, word, old)
+            addr = malloc_rest_scalar(heap, nbytes, addr, word, (taken != 0).to(tl.int32))
     tl.debug_barrier()
     return addr
 
 
 @triton.jit(noinline=True)
-def malloc_rest_scalar(heap, nbytes, addr, word, old):
+def malloc_rest_scalar(heap, nbytes, addr, word, lost):
     """What :func:`malloc_rest` does, for a scalar request. ``addr`` is where its ticket from
-    stripe word ``word`` led, 0 if it got none, and ``old`` the word of live bits there. Returns
-    the address. (One function, and all it needs from its arguments: every value that lives
+    stripe word ``word`` led, 0 if it got none; with ``lost`` (int32) that slot is somebody else's.
+    Returns the address. (One function, and all it needs from its arguments: every value that lives
     across a call costs the caller.)"""
     one = (word & 0).to(tl.int32) + 1
     cls = size_class(tl.minimum(tl.maximum(nbytes, 1), MAX_SLOT).to(tl.int32))
     size = class_bytes(cls)
-    live = live_words(heap)
-    ticket = addr != 0
-    _inside, page, granule = locate(heap, addr, ticket)
-    lost = ticket & (ticket == 0)
-    placed = lost
-    if ticket:
+    promised = tl.where(lost != 0, addr, 0)
+    if addr != 0:
         if half_used(word, slots_of(size), one):
             prefetch(heap, cls)
-        _ptr, bit = live_bit(live, page, granule)
-        lost = (old & bit) != 0
     elif nbytes > MAX_SLOT:
         addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
     elif nbytes > 0:
         duty = (stripe_credits(word) == 0).to(tl.int32)
-        page, granule, placed, _any = find_class(heap, cls, one * 0, one == 1, one, duty)
-    if placed | lost:
-        granule = claim_any(live, page, granule, size, placed, old, lost)
-        addr = address_of(load_base(heap), page, granule)
+        promised, _any = find_class(heap, cls, one * 0, one == 1, one, duty)
+    if promised != 0:
+        addr = claim_any(heap, promised, size)
+        # What the slot's last owner did happens before anything that we will.
+        fence(heap + ERRORS)
     if (addr == 0) & (nbytes != 0):
         kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
         record_error(heap, one * 0 + kind, addr, nbytes, one)
-    if placed | lost:
-        # What the slot's last owner did happens before anything that we will.
-        fence(heap + ERRORS)
     return addr
 
 
 @triton.jit
-def malloc_rest(
-    heap, nbytes, classes, rest, same, crossed, halves, polls, page, granule, old, lost
-):
-    """Serve the lanes in ``rest``: those of other classes than the first (which the ``same`` lanes
-    have), those that came to a dry stripe, and large and impossible sizes; and the ``lost`` ones,
-    whose slot at ``page`` and ``granule`` somebody else has, as the ``old`` word of live bits says.
-    Returns the addresses in these lanes. The ``crossed`` lanes' stripes are ours to refill; those
-    of ``halves`` are half used; ``polls`` is how often to look at the others before searching."""
+def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, halves, polls):
+    """Serve the lanes in ``rest``, which got no ticket: those of other classes than the first, who
+    are to try (``tries``), those that came to a dry stripe, and large and impossible sizes. Serve
+    also those that were ``promised`` a slot (an address, or 0) that somebody else has now. Returns
+    the addresses in all these lanes. The ``crossed`` lanes' stripes are ours to refill; those of
+    ``halves`` are half used; ``polls`` is how often to look at the others before searching."""
     pending = rest & (nbytes > 0) & (nbytes <= MAX_SLOT)
-    placed = pending & (pending == 0)
     sizes = class_bytes(classes)
     stripes = own_stripe(heap, classes)
-    tries = pending & (same == 0)
-    while any_lane(pending):
-        if any_lane(tries):
-            # A ticket for each lane of its own.
-            one = tl.full(nbytes.shape, 1, tl.int64)
-            word = tl.atomic_add(stripes, -one, mask=tries, sem="relaxed")
-            credits = stripe_credits(word)
-            got = tries & (credits > 0)
-            new_page, slot = ticket_slot(word, classes * 0, sizes, got)
-            page = tl.where(got, new_page, page)
-            granule = tl.where(got, slot * (sizes >> 4), granule)
-            placed = placed | got
-            pending = pending & (got == 0)
-            crossed = crossed | (tries & (credits == 0))
-            halves = halves | (tries & half_used(word, slots_of(sizes), 1))
-        # Refills that are ours come first: whoever waits for us may be waited for by us.
-        duty = pending & crossed
-        ours = any_lane(duty).to(tl.int32)
+    left = True
+    while left:
+        # A ticket for each of the lanes that try.
+        one = tl.full(nbytes.shape, 1, tl.int64)
+        word = tl.atomic_add(stripes, -one, mask=tries, sem="relaxed")
+        credits = stripe_credits(word)
+        got = tries & (credits > 0)
+        page, slot = ticket_slot(word, classes * 0, sizes, got)
+        where = address_of(load_base(heap), page, slot * (sizes >> 4))
+        promised = tl.where(got, where, promised)
+        pending = pending & (got == 0)
+        crossed = crossed | (tries & (credits == 0))
+        halves = halves | (tries & half_used(word, slots_of(sizes), 1))
         tries = pending & (pending == 0)
-        if (ours == 0) & (polls > 0):
+        # Refills that are ours come first: whoever waits for us may be waited for by us.
+        cls, ours = next_class(classes, pending, crossed)
+        left = cls >= 0
+        if left & (ours == 0) & (polls > 0):
             # Wait for all classes at once, until there are credits again, but not for ever, and
             # not if there are slots to be drawn.
             now = atomic_load(stripes, pending)
             tries = pending & (stripe_credits(now) >= 0)
             polls = tl.where(any_lane(pending & is_drawing(now)), 0, polls - 1)
-        elif any_lane(pending):
-            cls = pick_first(classes, tl.where(ours != 0, duty, pending))
+        elif left:
             now = pending & (classes == cls)
-            found_page, found_granule, got, found = find_class(
-                heap, cls, rank_of(now), now, count_lanes(now), ours
-            )
-            page = tl.where(got, found_page, page)
-            granule = tl.where(got, found_granule, granule)
-            placed = placed | got
+            where, found = find_class(heap, cls, rank_of(now), now, count_lanes(now), ours)
+            promised = tl.where(where != 0, where, promised)
             # Nothing is left of the class: its lanes fail.
-            pending = pending & tl.where(found, got == 0, now == 0)
+            pending = pending & tl.where(found, where == 0, now == 0)
             crossed = crossed & (now == 0)
             polls = tl.full((), POLLS, tl.int32)
-    while any_lane(halves):
-        cls = pick_first(classes, halves)
+    cls = pick_first(classes, halves)
+    while cls >= 0:
         prefetch(heap, cls)
         halves = halves & (classes != cls)
-    granule = claim_any(live_words(heap), page, granule, sizes, placed, old, lost)
-    addr = tl.where(placed | lost, address_of(load_base(heap), page, granule), 0)
+        cls = pick_first(classes, halves)
+    addr = claim_any(heap, promised, sizes)
     large = rest & (nbytes > MAX_SLOT)
     at = first_lane(large)
-    while at < large.shape[0]:
+    while at < width(large):
         run = malloc_run(heap, ((pick(nbytes, at) - 1) >> PAGE_LOG2) + 1)
         addr = tl.where(lane_index(large) == at, run, addr)
         at = first_lane(large & (lane_index(large) > at))
-    report_lanes(heap, E_INVALID_ARGUMENT, rest & (nbytes < 0), addr, nbytes)
-    report_lanes(heap, E_OUT_OF_MEMORY, rest & (nbytes > 0) & (addr == 0), addr, nbytes)
+    report_failed(heap, nbytes, rest & (addr == 0))
     # What the slots' last owners did happens before anything that we will.
     fence(heap + ERRORS)
     return addr
+
+
+@triton.jit
+def next_class(classes, pending, crossed):
+    """``(class, ours)``: the class of a ``pending`` lane, -1 if there is none; of those that
+    ``crossed``, whose stripes are ours to refill (1), if there are any."""
+    lanes: tl.constexpr = width(classes)
+    key = tl.where(crossed, 0, lanes * 64) + lane_index(classes) * 64 + classes
+    least = tl.min(tl.where(pending, key, lanes * 128), axis=0)
+    cls = tl.where(least < lanes * 128, least & 63, -1)
+    return cls, (least < lanes * 64).to(tl.int32)
 
 
 @triton.jit(noinline=True)
@@ -302,12 +296,13 @@ def malloc_run(heap, length):
 
 @triton.jit
 def locate(heap, addr, active):
-    """``(inside, page, granule)``: is it an aligned address of the heap; its page and granule."""
-    offset = addr - load_base(heap)
+    """``(inside, page, granule)``: is it an aligned address of the heap; its page and granule, or
+    0 and 0."""
+    base = load_base(heap)
     size = load_geometry(heap, G_PAGES) << PAGE_LOG2
-    inside = active & (offset >= 0) & (offset < size) & ((offset & 15) == 0)
-    offset = tl.where(inside, offset, 0)
-    return inside, (offset >> PAGE_LOG2).to(tl.int32), ((offset >> 4) & 4095).to(tl.int32)
+    inside = active & (addr >= base) & (addr - base < size) & ((addr & 15) == 0)
+    page, granule = place_of(base, tl.where(inside, addr, base))
+    return inside, page, granule
 
 
 @triton.jit
@@ -350,17 +345,17 @@ def free_rest(heap, addr, page, wrong, now, acts):
     """What is left to do after the subtraction: give back runs, settle pages, report what was
     freed wrongly. The lanes in ``acts`` subtracted, and ``now`` came of it."""
     runs = acts & (page_kind(now) == KIND_RUN)
-    while any_lane(runs):
-        first = first_lane(runs)
-        free_run(heap, pick(page, first), pick(page_out(now), first) + 1)
-        runs = runs & (lane_index(runs) != first)
+    at = first_lane(runs)
+    while at < width(runs):
+        free_run(heap, pick(page, at), pick(page_out(now), at) + 1)
+        at = first_lane(runs & (lane_index(runs) > at))
     asks = acts & (is_idle(now) | is_hidden(now))
     if any_lane(asks):
         settle_lanes(heap, page, now, asks)
-    while any_lane(wrong):
-        first = first_lane(wrong)
-        report_wrong(heap, pick(addr, first))
-        wrong = wrong & (lane_index(wrong) != first)
+    at = first_lane(wrong)
+    while at < width(wrong):
+        report_wrong(heap, pick(addr, at))
+        at = first_lane(wrong & (lane_index(wrong) > at))
 
 
 @triton.jit(noinline=True)

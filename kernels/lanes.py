@@ -14,6 +14,12 @@ def is_block(x):
     return len(getattr(x, "shape", ())) > 0
 
 
+@triton.constexpr_function
+def width(x):
+    """How many lanes a block has; 1 for a scalar."""
+    return int(x.shape[0]) if len(getattr(x, "shape", ())) > 0 else 1
+
+
 @triton.jit
 def lane_index(model):
     """The lanes' numbers (int32), in the shape of ``model``."""
@@ -62,12 +68,13 @@ def pick(values, lane):
 
 @triton.jit
 def pick_first(values, flags):
-    """The number, in [0, 64), in the first flagged lane of a block; 0 if there is none."""
+    """The number, in [0, 64), in the first flagged lane of a block; -1 if there is none."""
     if is_block(values):
-        places = tl.arange(0, values.shape[0]) * 64
-        value = tl.min(tl.where(flags, places + values, values.shape[0] * 64), axis=0) & 63
+        key = tl.where(flags, lane_index(values) * 64 + values, width(values) * 64)
+        least = tl.min(key, axis=0)
+        value = tl.where(least < width(values) * 64, least & 63, -1)
     else:
-        value = values
+        value = tl.where(flags, values, -1)
     return value
 
 
@@ -94,4 +101,3 @@ def rank_of(flags):
     else:
         rank = tl.full((), 0, tl.int32)
     return rank
-

@@ -174,6 +174,19 @@ def hint_ptr(heap, row, chunk):
 
 
 @triton.jit
+def address_of(base, page, granule):
+    """The address of a granule of ``page`` (int32); ``base`` is that of page 0."""
+    return base + (page.to(tl.int64) << PAGE_LOG2) + (granule << 4).to(tl.int64)
+
+
+@triton.jit
+def place_of(base, addr):
+    """``(page, granule)`` of an address of the heap."""
+    offset = addr - base
+    return (offset >> PAGE_LOG2).to(tl.int32), ((offset >> 4) & 4095).to(tl.int32)
+
+
+@triton.jit
 def stripe_ptr(heap, cls, stripe):
     index = cls.to(tl.int64) * load_geometry(heap, G_STRIPES) + stripe
     return heap + STRIPES + index * STRIPE_STRIDE

@@ -16,7 +16,17 @@ import triton.language as tl
 
 from .bits import comb, divide, low_mask, lowest_bit, mix, next_bit
 from .lanes import any_lane, first_lane, is_block, lane_index, pick
-from .layout import LIVE_WORDS, program_index, slots_of, stripe_credits, stripe_place
+from .layout import (
+    LIVE_WORDS,
+    address_of,
+    live_words,
+    load_base,
+    place_of,
+    program_index,
+    slots_of,
+    stripe_credits,
+    stripe_place,
+)
 
 
 @triton.jit
@@ -50,19 +60,17 @@ def speak_for(granule, unit, before, further):
 
 
 @triton.jit
-def heard(ptr, bit, old, wrong):
-    """What the lanes that spoke found, for each lane: whether its ``bit`` of the word at ``ptr`` is
-    among the ``wrong`` ones of a lane that spoke for that word, and what was there (``old``).
-    A turn for each such word."""
+def heard(ptr, bit, wrong):
+    """Which lanes' ``bit`` of the word at ``ptr`` is among the ``wrong`` ones of a lane that spoke
+    for that word. A turn for each such word."""
     where = ptr.to(tl.int64)
     hit = wrong != wrong
     speaker = first_lane(wrong != 0)
     while speaker < wrong.shape[0]:
         mine = where == pick(where, speaker)
         hit = hit | (mine & ((bit & pick(wrong, speaker)) != 0))
-        old = tl.where(mine, pick(old, speaker), old)
         speaker = first_lane((wrong != 0) & (lane_index(wrong) > speaker))
-    return hit, old
+    return hit
 
 
 @triton.jit
@@ -88,8 +96,8 @@ def ticket_slot(word, rank, size, active):
 def claim_tickets(live, word, rank, count, size, active):
     """Set the live bits of the slots that the ``count`` tickets from stripe word ``word`` name.
 
-    ``rank`` counts the active lanes. Returns their pages and granules, the words as they were
-    where a lane spoke, and in it the bits that were set before (0: all is well).
+    ``rank`` counts the active lanes. Returns their pages and granules, and where a lane spoke for
+    a word, the bits that somebody else had set before (0: all is well).
     """
     page, slot = ticket_slot(word, rank, size, active)
     granule = slot * (size >> 4)
@@ -103,7 +111,7 @@ def claim_tickets(live, word, rank, count, size, active):
         turn, bits = speak_for(granule, size >> 4, before, further)
         speaks = active & (turn == 0)
     old = tl.atomic_or(ptr, bits, mask=speaks, sem="relaxed")
-    return page, granule, old, tl.where(speaks, old & bits, 0)
+    return page, granule, tl.where(speaks, old & bits, 0)
 
 
 @triton.jit
@@ -124,17 +132,17 @@ def another(old, granule, size):
 
 
 @triton.jit
-def claim_any(live, page, granule, size, fresh, old, lost):
-    """Set the live bits of the ``fresh`` lanes and of those that ``lost`` theirs to somebody, in a
-    word that was ``old``: each of the slot at ``granule``, or else of another of the page. Returns
-    the granules of the slots that the lanes have now."""
-    seen, beaten = claim(live, page, granule, fresh)
-    old = tl.where(fresh, seen, old)
-    lost = lost | beaten
+def claim_any(heap, addr, size):
+    """Set live bits: for each ``addr`` that is not 0 that of this slot, or else of another of its
+    page, of ``size`` bytes. (The caller was promised one.) Returns the addresses."""
+    base = load_base(heap)
+    live = live_words(heap)
+    page, granule = place_of(base, addr)
+    old, lost = claim(live, page, granule, addr != 0)
     while any_lane(lost):
         granule = tl.where(lost, another(old, granule, size), granule)
         old, lost = claim(live, page, granule, lost)
-    return granule
+    return tl.where(addr != 0, address_of(base, page, granule), 0)
 
 
 @triton.jit
@@ -171,7 +179,7 @@ def clear(live, page, granule, active):
     if is_block(active):
         speaks = active & (tl.where(together, before, 0) == 0)
         if any_lane(wrong != 0):
-            hit, _old = heard(ptr, bit, old, wrong)
+            hit = heard(ptr, bit, wrong)
             cleared = active & (tl.where(together, hit, wrong != 0) == 0)
             speaks = cleared
             counts = counts * 0 + 1

@@ -48,7 +48,7 @@ import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
 from .bits import floor_log2, lowest_bit, lsr, mix, popcount, select_bit
-from .lanes import any_lane, first_lane, or_lanes, pick
+from .lanes import any_lane, first_lane, or_lanes, pick, width
 from .layout import (
     ATTACHED,
     CLASS_SHIFT,
@@ -180,15 +180,16 @@ def settle_lanes(heap, page, word, asks):
     """:func:`settle` the pages of the flagged lanes, whose words are ``word`` now. Scalars or
     blocks; several lanes may name one page."""
     enter_transit(heap)
-    while any_lane(asks):
+    first = first_lane(asks)
+    while first < width(asks):
         # A turn for all pages of a chunk with the same word: mostly there is one.
-        first = first_lane(asks)
         chunk = pick(page, first) >> 6
         state = pick(word, first)
         alike = asks & (page >> 6 == chunk) & (word == state)
         bits = (word & 0) + 1 << (page & 63).to(tl.int64)
         settle(heap, chunk, or_lanes(tl.where(alike, bits, 0)), state)
         asks = asks & (alike == 0)
+        first = first_lane(asks)
     leave_transit(heap, tl.full((), 1, tl.int32))
 
 

@@ -200,8 +200,8 @@ ALL = (
     Mutant(
         name="a_page_of_a_run_is_kept",
         file="heap.py",
-        old="free_run(heap, pick(page, first), pick(page_out(now), first) + 1)",
-        new="free_run(heap, pick(page, first), pick(page_out(now), first))",
+        old="free_run(heap, pick(page, at), pick(page_out(now), at) + 1)",
+        new="free_run(heap, pick(page, at), pick(page_out(now), at))",
         breaks="the last page of a freed run is nobody's",
         scenario="runs_cross",
     ),
@@ -248,8 +248,8 @@ ALL = (
     Mutant(
         name="ticket_claimed_without_looking",
         file="live.py",
-        old="return page, granule, old, tl.where(speaks, old & bits, 0)",
-        new="return page, granule, old & (bits ^ -1), tl.where(speaks, old & bits, 0) & 0",
+        old="return page, granule, tl.where(speaks, old & bits, 0)",
+        new="return page, granule, tl.where(speaks, old & bits, 0) & 0",
         breaks="a ticket that outlived its batch takes a slot that others drew meanwhile",
         scenario="ticket_outlives_its_batch",
     ),
