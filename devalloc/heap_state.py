@@ -85,8 +85,8 @@ class Geometry:
 
     @staticmethod
     def of(pages: int) -> Geometry:
-        stripes = min(64, max(1, 1 << (pages // 256).bit_length() >> 1))
-        max_batch = min(layout.MAX_BATCH.value, max(1, pages // (stripes * 64)))
+        stripes = min(64, max(1, 1 << (pages // 32).bit_length() >> 1))
+        max_batch = min(layout.MAX_BATCH.value, max(1, pages // (stripes * 16)))
         return Geometry(pages, stripes, max_batch)
 
     @property

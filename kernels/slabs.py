@@ -54,6 +54,7 @@ from .layout import (
     CLASS_SHIFT,
     G_MAX_BATCH,
     G_PAGES,
+    G_ROW_WORDS,
     G_STRIPES,
     GRANTED,
     NUM_CLASSES,
@@ -85,8 +86,10 @@ from .pages import (
     enter_transit,
     first_hinted,
     give_pages,
+    hinted_chunk,
     lane_bits,
     leave_transit,
+    one_of,
     take_pages,
 )
 
@@ -356,11 +359,18 @@ def draw_from(heap, cls, chunk, words, free, need, salt):
     and had ``free`` slots (blocks of 64): 2**k slots in each of some pages. Returns k and the
     pages as a word of bits, 0 if other programs were faster."""
     lane = tl.arange(0, 64)
-    k = floor_log2(tl.minimum(tl.max(free, axis=0), need))
-    fits = lane_bits((free >> k) != 0)
-    while (k > 0) & ((popcount(fits) << k) < need):
-        k -= 1
-        fits = lane_bits((free >> k) != 0)
+    # The largest k that gives enough, or else the one that gives most.
+    k = need * 0
+    fits = tl.full((), 0, tl.int64)
+    most = need * 0
+    step = floor_log2(tl.minimum(tl.max(free, axis=0), need))
+    while (step >= 0) & (most < need):
+        pages = lane_bits((free >> step) != 0)
+        better = (popcount(pages) << step) > most
+        k = tl.where(better, step, k)
+        fits = tl.where(better, pages, fits)
+        most = popcount(fits) << k
+        step -= 1
     # As many pages as are needed, beginning anywhere, so that programs do not meet in the first.
     choices = popcount(fits)
     first = (fits & 0) + -1 << select_bit(fits, salt % choices).to(tl.int64)
@@ -394,7 +404,8 @@ def draw(heap, cls, need, looks, least):
     ``pages`` is a word of bits; place is a stripe word without a batch: its page is the first of
     the chunk that the bits count from, and in each page set the caller has 2**credits slots.
     pages = 0: nothing was found. At most ``looks`` hinted chunks are looked at; with 0 all are,
-    and hints that lead to nothing are dropped.
+    and hints that lead to nothing are dropped. First fit by address, but over some candidates,
+    half as many as the launch has programs, so that these do not meet on the same page words.
     """
     lane = tl.arange(0, 64)
     row = ORDERS + cls
@@ -403,20 +414,28 @@ def draw(heap, cls, need, looks, least):
     place = tl.full((), 0, tl.int64)
     pages = tl.full((), 0, tl.int64)
     left = tl.where(looks == 0, FAR, looks)
-    index, hints = first_hinted(heap, row, tl.full((), 0, tl.int32))
-    while (index != FAR) & (pages == 0) & (left > 0):
-        chunk = index * 64 + select_bit(hints, salt % tl.minimum(popcount(hints), 16))
-        words = atomic_load(page_word_ptr(heap, chunk * 64 + lane))
-        free = free_slots(words, cls, slots)
-        if tl.sum(free, axis=0) >= least:
-            k, pages = draw_from(heap, cls, chunk, words, free, need, salt)
-            place = tl.where(pages != 0, pack_stripe(chunk * 64, k * 0, k), 0)
-        elif looks == 0:
-            unpublish(heap, cls, chunk)
-        salt = mix(salt)
-        left -= 1
-        if (pages == 0) & (left > 0):
-            index, hints = first_hinted(heap, row, tl.full((), 0, tl.int32))
+    width = tl.maximum(program_count() >> 1, 16)
+    words = load_geometry(heap, G_ROW_WORDS).to(tl.int32)
+    front = tl.minimum((tl.minimum(width, 1 << 16) >> 6) + 1, words)  # where to look first
+    start = one_of(front, salt >> 10)
+    while left > 0:
+        index, hints = first_hinted(heap, row, start)
+        if index != FAR:
+            chunk = index * 64 + hinted_chunk(hints, width, salt)
+            states = atomic_load(page_word_ptr(heap, chunk * 64 + lane))
+            free = free_slots(states, cls, slots)
+            if tl.sum(free, axis=0) >= least:
+                k, pages = draw_from(heap, cls, chunk, states, free, need, salt)
+                place = tl.where(pages != 0, pack_stripe(chunk * 64, k * 0, k), 0)
+            elif looks == 0:
+                unpublish(heap, cls, chunk)
+            salt = mix(salt)
+            left = tl.where(pages != 0, 0, left - 1)
+            start = one_of(front, salt >> 10)
+        else:
+            # Nothing from there on: all over from the front, or there is nothing at all.
+            left = tl.where(start > 0, left, 0)
+            start = start * 0
     return place, pages
 
 

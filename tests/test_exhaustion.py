@@ -99,9 +99,9 @@ def test_one_program_gets_what_other_stripes_hold() -> None:
     """What another program's batch holds is no reserve: neither slots that were never handed out,
     nor slots that were given back to its pages."""
     size = 4096
-    with Heap("32MiB") as heap:
-        most = heap.malloc([484 * PAGE_BYTES])  # so that there is less to fill
-        slots = (heap.capacity // PAGE_BYTES - 484) * (PAGE_BYTES // size)
+    with Heap("4MiB") as heap:
+        most = heap.malloc([36 * PAGE_BYTES])  # so that there is less to fill
+        slots = (heap.capacity // PAGE_BYTES - 36) * (PAGE_BYTES // size)
         first = malloc_scalars(heap, [size] * 4)
         assert int((heap._state().batch_length > 0).sum()) == 2, "both stripes have a batch"
         rest = fill(heap, size, 512, programs=1)

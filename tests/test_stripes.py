@@ -37,7 +37,7 @@ def stripe_word(heap: Heap) -> torch.Tensor:
 @pytest.mark.parametrize("credits", [LEAST, LEAST + 1, -slabs.MAX_DEBT.value - 1])
 def test_a_large_debt_is_brought_back(credits: int) -> None:
     """Everybody draws beside the stripe and subtracts from it first: it must not wrap."""
-    with Heap(64 * PAGE_BYTES) as heap:
+    with Heap(32 * PAGE_BYTES) as heap:
         word = stripe_word(heap)
         word.fill_(drawing_word(credits))
         found = torch.full((2,), -1, dtype=torch.int64, device=DEVICE)
@@ -48,7 +48,7 @@ def test_a_large_debt_is_brought_back(credits: int) -> None:
 
 @pytest.mark.parametrize("credits", [-slabs.MAX_DEBT.value, -1])
 def test_a_small_debt_is_left_alone(credits: int) -> None:
-    with Heap(64 * PAGE_BYTES) as heap:
+    with Heap(32 * PAGE_BYTES) as heap:
         word = stripe_word(heap)
         word.fill_(drawing_word(credits))
         found = torch.full((2,), -1, dtype=torch.int64, device=DEVICE)
@@ -59,7 +59,7 @@ def test_a_small_debt_is_left_alone(credits: int) -> None:
 
 def test_the_debt_of_a_refill_is_left_alone() -> None:
     """Of a stripe that somebody refills, the word is the refiller's to replace."""
-    with Heap(64 * PAGE_BYTES) as heap:
+    with Heap(32 * PAGE_BYTES) as heap:
         word = stripe_word(heap)
         word.fill_(slabs.REFILLING.value - slabs.MAX_DEBT.value - 5)
         found = torch.full((2,), -1, dtype=torch.int64, device=DEVICE)
@@ -68,9 +68,9 @@ def test_the_debt_of_a_refill_is_left_alone() -> None:
         assert found.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("lanes", [1, 64] if not ON_GPU else [1, 64, 1024])
+@pytest.mark.parametrize("lanes", [1, 64] if not ON_GPU else [1, 64, 1024, 2048])
 def test_malloc_works_beside_a_large_debt(lanes: int) -> None:
-    with Heap(64 * PAGE_BYTES) as heap:
+    with Heap(32 * PAGE_BYTES) as heap:
         word = stripe_word(heap)
         word.fill_(drawing_word(-slabs.MAX_DEBT.value - 1))
         addrs = malloc_lanes(heap, [64] * lanes, block=lanes)

@@ -25,8 +25,8 @@ SLOTS = 32
 
 # Pages of a heap in which neighbouring programs use different stripes; in the small heaps of the
 # other scenarios all programs meet in one.
-TWO_STRIPES = 512
-FOUR_STRIPES = 1024
+TWO_STRIPES = 64
+FOUR_STRIPES = 128
 
 Plan = tuple[tuple[Strategy | Exhaustive, int], ...]
 
