@@ -155,7 +155,7 @@ def cdiv(a: int, b: int) -> int:
 def lane_launch(row: Row, kernel: Any, *args: object) -> Launch:
     """A launch of a kernel that takes ``LANES``, with a program per block of lanes."""
     grid = (cdiv(row.n, row.lanes),)
-    return lambda: kernel[grid](*args, LANES=row.lanes, num_warps=row.warps)
+    return lambda: kernel[grid](*args, LANES=row.lanes, **row.launch_options)
 
 
 def nothing() -> None:

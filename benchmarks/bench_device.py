@@ -112,6 +112,8 @@ class Measurement:
         row = {**self._source, **row}
         self.file.write(row)
         width = f"{row['lanes']}x{row['warps']}"
+        if row["registers"]:
+            width += f"r{row['registers']}"
         wrong = row["check"] != "ok" or (row["failures"] and row["pattern"] != "oom")
         ours = row["allocator"] not in plan.BASELINES
         text = f"{row['row']:<28} {width:>7} {row['allocator']:<8} {row['state']:<4} "
@@ -185,6 +187,9 @@ def fitting(rows: list[Row], heap_bytes: int) -> list[Row]:
 @click.option("--heap", default="8GiB", show_default=True, help="Capacity of the heap.")
 @click.option("--lanes", type=click.IntRange(1), help="Lanes per program, for all rows.")
 @click.option("--warps", type=click.IntRange(1), help="Warps per program, for all rows.")
+@click.option(
+    "--registers", type=click.IntRange(0), default=0, help="Per thread at most, for all our rows."
+)
 @click.option("--budget", type=float, default=3600.0, show_default=True, help="Seconds in all.")
 @click.option("--row-timeout", type=float, default=90.0, show_default=True, help="Seconds a row.")
 @click.option("--jobs", type=click.IntRange(0), default=0, help="Processes to compile ahead.")
@@ -199,6 +204,7 @@ def main(
     heap: str,
     lanes: int | None,
     warps: int | None,
+    registers: int,
     budget: float,
     row_timeout: float,
     jobs: int,
@@ -210,7 +216,11 @@ def main(
     if lanes or warps:
         width = (lanes or plan.WIDTHS[0][0], warps or plan.WIDTHS[0][1])
     names = tuple(plan.GROUPS) if "all" in groups else groups
-    chosen = select(plan.rows_of(names, width), pattern, quick)
+    rows = [
+        row if row.allocator in plan.BASELINES else replace(row, registers=registers)
+        for row in plan.rows_of(names, width)
+    ]
+    chosen = select(rows, pattern, quick)
     try:
         heap_bytes = parse_size(heap)
     except InvalidArgument as error:

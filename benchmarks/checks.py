@@ -43,7 +43,7 @@ class Times:
         self.rows: dict[Key, dict[str, str]] = {
             (row["row"], row["op"]): row
             for row in rows
-            if (row["lanes"], row["warps"]) == width
+            if (row["lanes"], row["warps"], row["registers"]) == (*width, "0")
             and row["allocator"] in ("devalloc", "none")
             and row["state"] == "warm"
             and row["check"] == "ok"

@@ -27,7 +27,7 @@ DEVICE_TABLE, README_TABLE = "device", "readme"
 
 def merged(files: tuple[Path, ...]) -> list[dict[str, str]]:
     """The rows of all files; of those measured twice, the last, and the provenance of each."""
-    columns = ("row", "lanes", "warps", "allocator", "state", "op")
+    columns = ("row", "lanes", "warps", "registers", "allocator", "state", "op")
     found = {
         tuple(row[column] for column in columns): row for path in files for row in read_rows(path)
     }

@@ -127,6 +127,7 @@ class Results:
             (row["row"], row["op"]): row
             for row in rows
             if (row["lanes"] in ("1", "0") or (row["lanes"], row["warps"]) == (lanes, warps))
+            and row["registers"] == "0"
             and row["pattern"] != "scalar"
             and row["allocator"] in ("devalloc", "none")
             and row["state"] == "warm"

@@ -58,7 +58,8 @@ def series(rows: Rows, plot: Plot) -> Series:
     lines: dict[str, dict[float, float]] = {}
     for row in rows:
         usable = row["check"] == "ok" and row["failures"] == "0" and row["unit"] == "ms"
-        if not usable or (row["lanes"], row["warps"]) != width or not plot.wanted(row):
+        shape = (row["lanes"], row["warps"], row["registers"])
+        if not usable or shape != (*width, "0") or not plot.wanted(row):
             continue
         name = f"{row['allocator']} {row['op']}"
         if row["state"] != "warm":

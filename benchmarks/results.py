@@ -32,6 +32,7 @@ COLUMNS = (
     "param",
     "lanes",
     "warps",
+    "registers",
     "allocator",
     "state",
     "op",
@@ -51,7 +52,7 @@ COLUMNS = (
 
 
 # What a file says that was written before a column existed.
-OLDER = {"param": "", "allocator": "devalloc", "state": "warm", "p99": ""}
+OLDER = {"param": "", "registers": "0", "allocator": "devalloc", "state": "warm", "p99": ""}
 
 
 class RowFile:

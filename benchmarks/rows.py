@@ -2,9 +2,10 @@
 
 A row is a pattern, a size in bytes and a number of requests; ``thread-64-1000000`` is its name.
 Patterns of the sweeps have one parameter more, ``fill-64-100000-95``. The name with the block
-width (lanes per program x warps), and with the allocator and the state where they are not the
-usual ones, is the row's key: ``thread-64-1000000@128x1``, ``thread-64-1024@128x1:cuda``,
-``thread-64-1024@128x1:cold``. The same names are used by the peers' rows and by ``targets.csv``.
+width (lanes per program x warps), and with the limit of registers, the allocator and the state
+where they are not the usual ones, is the row's key: ``thread-64-1000000@128x1``,
+``cta-1024-4096@1x4r64``, ``thread-64-1024@128x1:cuda``, ``thread-64-1024@128x1:cold``. The same
+names are used by the peers' rows and by ``targets.csv``.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class Row:
     state : str
         ``warm``: after earlier rounds. ``cold``: the heap was just reset, and other data passed
         through the caches.
+    registers : int
+        Per thread at most (the launch option ``maxnreg``); 0: as the compiler likes.
     """
 
     pattern: str
@@ -69,6 +72,7 @@ class Row:
     param: int | None = None
     allocator: str = "devalloc"
     state: str = "warm"
+    registers: int = 0
 
     @property
     def name(self) -> str:
@@ -78,9 +82,17 @@ class Row:
     @property
     def key(self) -> str:
         key = f"{self.name}@{self.lanes}x{self.warps}"
+        if self.registers:
+            key += f"r{self.registers}"
         if self.allocator not in ("devalloc", "none"):
             key += f":{self.allocator}"
         return key if self.state == "warm" else f"{key}:{self.state}"
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        """What a launch of a kernel is given beside its arguments."""
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, **limit}
 
     @property
     def live_bytes(self) -> int:
@@ -338,11 +350,12 @@ SAME_KERNELS = {"fill": "thread", "tail": "thread", "heap": "thread", "streams":
 def compile_only(rows: list[Row]) -> list[Row]:
     """Rows of few requests that together compile what `rows` will launch and is slow to compile."""
     slow = ("thread", "mixed", "warp", "cta", "scalar", "churn", "latency")
-    shapes: dict[tuple[str, int, int], Row] = {}
+    shapes: dict[tuple[str, int, int, int], Row] = {}
     for row in rows:
         pattern = SAME_KERNELS.get(row.pattern, row.pattern)
         if pattern in slow and row.allocator == "devalloc":
-            small = Row(pattern, min(row.size, 64), min(row.n, 2), row.lanes, row.warps)
+            size, n = min(row.size, 64), min(row.n, 2)
+            small = replace(row, pattern=pattern, size=size, n=n, param=None, state="warm")
             same = "scalar" if row.lanes == 1 and pattern != "latency" else pattern
-            shapes.setdefault((same, row.lanes, row.warps), small)
+            shapes.setdefault((same, row.lanes, row.warps, row.registers), small)
     return list(shapes.values())

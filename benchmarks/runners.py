@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -125,12 +126,12 @@ def run_mixed(bench: Bench, row: Row) -> list[Samples]:
 
 def run_scalar(bench: Bench, row: Row) -> list[Samples]:
     addrs, heap = bench.addresses(row.n), bench.heap
-    handle, grid, warps = heap.handle, (row.n,), row.warps
+    handle, grid, options = heap.handle, (row.n,), row.launch_options
     trial = Trial(
         heap.base,
         heap.capacity,
-        lambda: work.malloc_scalar_kernel[grid](handle, addrs, row.size, num_warps=warps),
-        lambda: work.free_scalar_kernel[grid](handle, addrs, num_warps=warps),
+        lambda: work.malloc_scalar_kernel[grid](handle, addrs, row.size, **options),
+        lambda: work.free_scalar_kernel[grid](handle, addrs, **options),
     )
     return alloc_then_free(bench, trial, addrs, row.size)
 
@@ -168,7 +169,7 @@ def run_latency(bench: Bench, row: Row) -> list[Samples]:
         cuda = bench.cuda
         bench.sample(samples, lambda: cuda.latency(nulls, row.n, row.size), CUDA_ROUNDS)
     else:
-        handle, options = bench.heap.handle, {"num_warps": row.warps}
+        handle, options = bench.heap.handle, row.launch_options
         bench.sample(
             samples, lambda: work.latency_kernel[(1,)](handle, nulls, row.n, row.size, **options)
         )
@@ -182,7 +183,7 @@ def run_latency(bench: Bench, row: Row) -> list[Samples]:
 def fill(bench: Bench, row: Row, addrs: torch.Tensor) -> Samples:
     samples = Samples("kernel")
     words = row.size // 8
-    grid, options = (cdiv(row.n, row.lanes),), {"LANES": row.lanes, "num_warps": row.warps}
+    grid, options = (cdiv(row.n, row.lanes),), {"LANES": row.lanes, **row.launch_options}
     wrong = torch.full((grid[0],), -1, dtype=torch.int32, device=bench.device)
     bench.sample(samples, lambda: work.fill_kernel[grid](addrs, row.n, WORDS=words, **options))
     work.check_kernel[grid](addrs, wrong, row.n, WORDS=words, **options)
@@ -249,7 +250,7 @@ def run_frag(bench: Bench, row: Row) -> list[Samples]:
     sizes = bench.random_sizes(row.size, row.n, generator)
     lane_launch(row, work.malloc_mixed_kernel, handle, sizes, addrs, row.n)()
     half = row.n // 2
-    part = Row(row.pattern, row.size, half, row.lanes, row.warps)
+    part = replace(row, n=half)
     rounds = plan.FRAG_ROUNDS if bench.device.type == "cuda" else 2
     for turn in range(rounds + 1):
         if turn:

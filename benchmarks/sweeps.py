@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -48,7 +49,7 @@ def fill_heap(bench: Bench, row: Row, heap: devalloc.Heap, slots: int) -> torch.
     lanes = 1024 if bench.interpreted else row.lanes
     for start in range(0, slots, FILL_LAUNCH):
         out = addrs[start : start + FILL_LAUNCH]
-        part = Row(row.pattern, row.size, out.numel(), lanes, row.warps)
+        part = replace(row, n=out.numel(), lanes=lanes)
         thread_trial(part, heap, out).malloc()
     require(verify(addrs, row.size, heap.base, heap.capacity))
     return addrs
@@ -56,7 +57,7 @@ def fill_heap(bench: Bench, row: Row, heap: devalloc.Heap, slots: int) -> torch.
 
 def free_all(bench: Bench, row: Row, heap: devalloc.Heap, addrs: torch.Tensor) -> None:
     lanes = 1024 if bench.interpreted else row.lanes
-    part = Row(row.pattern, row.size, addrs.numel(), lanes, row.warps)
+    part = replace(row, n=addrs.numel(), lanes=lanes)
     lane_launch(part, work.free_lanes_kernel, heap.handle, addrs, part.n)()
 
 

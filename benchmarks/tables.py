@@ -114,10 +114,10 @@ def rows_table(rows: list[dict[str, str]], peers: list[dict[str, str]]) -> str:
 def group_table(rows: list[dict[str, str]], peers: list[dict[str, str]], group: str) -> str | None:
     """The rows of a group as measured, or None if there are none."""
     keys = {
-        (row.name, str(row.lanes), str(row.warps), row.allocator, row.state)
+        (row.name, str(row.lanes), str(row.warps), str(row.registers), row.allocator, row.state)
         for row in GROUPS[group](None)
     }
-    columns = ("row", "lanes", "warps", "allocator", "state")
+    columns = ("row", "lanes", "warps", "registers", "allocator", "state")
     found = [row for row in rows if tuple(row[column] for column in columns) in keys]
     return rows_table(found, peers) if found else None
 
