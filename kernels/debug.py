@@ -35,6 +35,7 @@ from .guards import (
     poison_span,
     poisoned_words,
     span_changed,
+    watches_all,
     write_guards,
 )
 from .heap import free_any, locate, malloc_any
@@ -138,24 +139,27 @@ def adopt(heap, addr, padded, got):
     poisoned = tl.minimum(poisoned_words(heap, nbytes), words)
     changed = span_changed(addr, nbytes & 0, poisoned, known)
     slots = known & (large == 0)
-    changed = changed | guards_changed(addr, nbytes, block, False, slots)
-    changed = changed | span_changed(
-        addr, near_end(nbytes, block), far_end(heap, nbytes, block), slots
-    )
-    if any_lane(changed):
+    changed = changed | guards_changed(addr, nbytes, False, slots)
+    if watches_all(heap):
+        end = far_end(heap, nbytes, block)
+        changed = changed | span_changed(addr, near_end(nbytes), end, slots)
+    if changed:
         # (Of a run, what was behind its end may be another's by now.)
         seen = tl.where(large, tl.minimum(nbytes, words << 3) & -8, block)
-        diagnose_lanes(heap, addr, seen, word, birth, poisoned, BY_MALLOC, 0, changed)
-    return epoch, known & (changed == 0), word
+        wrong = diagnose_lanes(heap, addr, seen, word, birth, poisoned, BY_MALLOC, 0, known)
+        known = known & (wrong == 0)
+    return epoch, known, word
 
 
 @triton.jit
 def guard(heap, addr, nbytes, tag, epoch, near, front, active):
     """Make blocks of the active lanes known: write the guards of those in ``near`` and ``front``,
     then their entries."""
-    block = block_bytes(padded_size(nbytes))
-    write_guards(addr, nbytes, block, active & near, active & front)
-    poison_span(addr, near_end(nbytes, block), far_end(heap, nbytes, block), active & near)
+    if any_lane(active & (near | front)):
+        write_guards(addr, nbytes, active & near, active & front)
+        if watches_all(heap):
+            end = far_end(heap, nbytes, block_bytes(padded_size(nbytes)))
+            poison_span(addr, near_end(nbytes), end, active & near)
     _inside, page, granule = locate(heap, addr, active)
     entry = entry_ptr(heap, page, granule)
     birth = clock_ticks() + (epoch << EPOCH_SHIFT)
@@ -191,18 +195,25 @@ def slot_or_run(state):
 
 
 @triton.jit
-def check_guards(heap, addr, word, entry, block, finder, active):
+def block_at(heap, page, active):
+    """Bytes (int64) of the live blocks that begin in these pages."""
+    return slot_or_run(atomic_load(page_word_ptr(heap, page), active))
+
+
+@triton.jit
+def check_guards(heap, addr, word, entry, page, finder, active):
     """Look at the guards of live blocks that the active lanes have, record what was written to
     them, and mend them."""
     nbytes = entry_size(word)
-    changed = guards_changed(addr, nbytes, block, True, active)
-    changed = changed | span_changed(
-        addr, near_end(nbytes, block), far_end(heap, nbytes, block), active
-    )
-    if any_lane(changed):
-        _word, birth = load_entry(entry, changed)
+    changed = guards_changed(addr, nbytes, True, active)
+    if watches_all(heap):
+        end = far_end(heap, nbytes, block_at(heap, page, active))
+        changed = changed | span_changed(addr, near_end(nbytes), end, active)
+    if changed:
+        _word, birth = load_entry(entry, active)
         live = (addr & 0) - 1
-        diagnose_lanes(heap, addr, block, word, birth, live, finder, 1, changed)
+        block = block_at(heap, page, active)
+        diagnose_lanes(heap, addr, block, word, birth, live, finder, 1, active)
         # What was mended holds a few bytes of the block, which are poisoned next.
         tl.debug_barrier()
 
@@ -218,8 +229,7 @@ def free_guarded(heap, addr, active):
     word = tl.atomic_and(entry, live ^ -1, mask=inside, sem="relaxed")
     word = tl.where(inside, word, 0)
     mine = (word & live) != 0
-    block = slot_or_run(atomic_load(page_word_ptr(heap, page), inside))
-    check_guards(heap, addr, word, entry, block, BY_FREE, mine)
+    check_guards(heap, addr, word, entry, page, BY_FREE, mine)
     poison_span(addr, addr & 0, poisoned_words(heap, entry_size(word)), mine)
     wrong = active & (mine == 0)
     if any_lane(wrong):
@@ -290,11 +300,12 @@ def realloc_guarded(heap, addr, nbytes, active, tag):
 def shrink(heap, addr, nbytes, owner, word, entry, stays):
     """Give live blocks of the active lanes another size, not larger, where they are."""
     _inside, page, granule = locate(heap, addr, stays)
-    block = slot_or_run(atomic_load(page_word_ptr(heap, page), stays))
     fence(heap + ERRORS)
-    check_guards(heap, addr, word, entry, block, BY_REALLOC, stays)
+    check_guards(heap, addr, word, entry, page, BY_REALLOC, stays)
     less = stays & (nbytes != entry_size(word))
-    write_guards(addr, nbytes, block, less, less & (less == 0))
-    poison_span(addr, near_end(nbytes, block), far_end(heap, nbytes, block), less)
+    write_guards(addr, nbytes, less, less & (less == 0))
+    if watches_all(heap):
+        end = far_end(heap, nbytes, block_at(heap, page, stays))
+        poison_span(addr, near_end(nbytes), end, less)
     tl.atomic_xchg(entry, pack_entry(nbytes, owner, granule), mask=stays, sem="relaxed")
     tl.debug_barrier()

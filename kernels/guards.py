@@ -25,10 +25,10 @@ import triton
 import triton.language as tl
 
 from .bits import lowest_bit
-from .lanes import any_lane, first_lane, is_block, lane_index, pick
+from .lanes import any_lane, first_lane, lane_index, pick
 from .layout import load_immutable
 from .payload import as_column
-from .table import E_OVERFLOW, E_USE_AFTER_FREE, REACH_WORD, entry_size, record_fault
+from .table import E_OVERFLOW, E_USE_AFTER_FREE, REACH_WORD, entry_size, padded_size, record_fault
 from .target import has_ptx
 
 POISON_BYTE = 0xDB
@@ -48,22 +48,29 @@ def reach(heap):
 
 
 @triton.jit
-def near_end(nbytes, block):
-    """First word behind the near zone of a block of ``nbytes`` in ``block`` bytes."""
-    return tl.minimum((nbytes >> 3) + 4, (block >> 3) - FRONT_WORDS)
+def watches_all(heap):
+    """Whether everything behind a block and all of a freed block is watched."""
+    return reach(heap) >= UNLIMITED
+
+
+@triton.jit
+def near_end(nbytes):
+    """First word behind the near zone of a block of ``nbytes``: 16 to 32 bytes behind its end, and
+    even. (Of the size alone: the block is at least what a malloc of so many bytes takes.)"""
+    least = (padded_size(nbytes) + 15 >> 4) - 1
+    return tl.minimum((nbytes >> 4) + 2, least) << 1
 
 
 @triton.jit
 def far_end(heap, nbytes, block):
     """First word behind what is guarded after the end of a live block."""
-    last = (block >> 3) - FRONT_WORDS
-    return tl.where(reach(heap) >= UNLIMITED, last, near_end(nbytes, block))
+    return tl.where(watches_all(heap), (block >> 3) - FRONT_WORDS, near_end(nbytes))
 
 
 @triton.jit
 def poisoned_words(heap, nbytes):
-    """How many words of a freed block of ``nbytes`` bytes are poison."""
-    return tl.minimum((nbytes + 7) >> 3, reach(heap))
+    """How many words of a freed block of ``nbytes`` bytes are poison; even."""
+    return tl.minimum(nbytes + 15 >> 4 << 1, reach(heap))
 
 
 @triton.constexpr_function
@@ -75,14 +82,8 @@ def columns(model, least, threads):
 
 
 @triton.jit
-def any_column(flags, model):
-    """Per lane of ``model``: is a flag in its row of the tile set?"""
-    rows = tl.max(flags.to(tl.int32), axis=1)
-    if is_block(model):
-        found = rows > 0
-    else:
-        found = tl.max(rows, axis=0) > 0
-    return found
+def any_in_tile(flags):
+    return tl.max(tl.max(flags.to(tl.int32), axis=1), axis=0) > 0
 
 
 @triton.jit
@@ -94,45 +95,54 @@ def front_tile(addr, step: tl.constexpr):
 
 
 @triton.jit
-def near_tile(addr, nbytes, block, step: tl.constexpr):
+def near_tile(addr, nbytes, step: tl.constexpr):
     """``(pointers, inside, mask)`` of the words of each lane's near zone, as a tile of ``step``
     columns: mask has the bits of a word that are the guard's."""
     column = tl.arange(0, step)[None, :].to(tl.int64)
     first = nbytes >> 3
     ptr = as_column(addr + (first << 3)).to(tl.pointer_type(tl.int64)) + column
-    inside = column < as_column(near_end(nbytes, block) - first)
+    inside = column < as_column(near_end(nbytes) - first)
     mask = tl.where(column == 0, (column & 0) - 1 << as_column((nbytes & 7) << 3), -1)
     return ptr, inside, mask
 
 
 @triton.jit
-def guards_changed(addr, nbytes, block, front: tl.constexpr, active):
-    """Which of the active lanes' blocks have a guard word that is not poison; the front is looked
-    at only with ``front``."""
+def span_tile(addr, count, at, step: tl.constexpr):
+    """``(pointers, inside)`` of ``step`` of the ``count`` words at each lane's address, from the
+    ``at``-th on."""
+    column = tl.arange(0, step)[None, :].to(tl.int64)
+    ptr = as_column(addr).to(tl.pointer_type(tl.int64)) + (column + at)
+    return ptr, column + at < as_column(count)
+
+
+@triton.jit
+def guards_changed(addr, nbytes, front: tl.constexpr, active):
+    """Whether a guard word of a block of the active lanes is not poison (scalar); the front is
+    looked at only with ``front``. Which lane's, :func:`diagnose_lanes` finds out."""
     if has_ptx():
         threads: tl.constexpr = tl.extra.cuda.num_threads()
     else:
         threads: tl.constexpr = MAX_THREADS
     active = as_column(active.to(tl.int32)) != 0
-    ptr, inside, mask = near_tile(addr, nbytes, block, columns(addr, NEAR_WORDS, threads))
+    ptr, inside, mask = near_tile(addr, nbytes, columns(addr, NEAR_WORDS, threads))
     words = tl.load(ptr, mask=inside & active, other=POISON)
-    changed = any_column(((words ^ POISON) & mask) != 0, addr)
+    changed = any_in_tile(((words ^ POISON) & mask) != 0)
     if front:
         ptr, inside = front_tile(addr, columns(addr, FRONT_WORDS, threads))
         words = tl.load(ptr, mask=inside & active, other=POISON)
-        changed = changed | any_column(words != POISON, addr)
+        changed = changed | any_in_tile(words != POISON)
     return changed
 
 
 @triton.jit
-def write_guards(addr, nbytes, block, near, front):
+def write_guards(addr, nbytes, near, front):
     """Poison the near zones of the lanes in ``near`` and the fronts of those in ``front``."""
     if has_ptx():
         threads: tl.constexpr = tl.extra.cuda.num_threads()
     else:
         threads: tl.constexpr = MAX_THREADS
     near = as_column(near.to(tl.int32)) != 0
-    ptr, inside, mask = near_tile(addr, nbytes, block, columns(addr, NEAR_WORDS, threads))
+    ptr, inside, mask = near_tile(addr, nbytes, columns(addr, NEAR_WORDS, threads))
     inside = inside & near
     # One word may be the block's in part.
     words = tl.load(ptr, mask=inside & (mask != -1), other=POISON)
@@ -144,29 +154,30 @@ def write_guards(addr, nbytes, block, near, front):
 
 @triton.jit
 def span_changed(addr, start, end, active):
-    """Which of the active lanes have a word that is not poison in [start, end), counted from
-    their address."""
+    """Whether a word of the active lanes in [start, end), counted from their address, is not
+    poison (scalar)."""
     count = tl.where(active, end - start, 0)
     long = count > LONG_SPAN
     count = tl.where(long, 0, count)
-    changed = count < 0
     most = tl.max(tl.max(as_column(count), axis=1), axis=0)
     if has_ptx():
         step: tl.constexpr = columns(addr, 4, tl.extra.cuda.num_threads())
     else:
         step: tl.constexpr = columns(addr, 4, MAX_THREADS)
-    column = tl.arange(0, step)[None, :].to(tl.int64)
-    ptr = as_column(addr).to(tl.pointer_type(tl.int64)) + as_column(start)
+    first = addr + (start << 3)
+    wrong = as_column(count).to(tl.int32) * tl.zeros((1, step), tl.int32)
     at = most * 0
     while at < most:
-        words = tl.load(ptr + at + column, mask=at + column < as_column(count), other=POISON)
-        changed = changed | any_column(words != POISON, addr)
+        ptr, inside = span_tile(first, count, at, step)
+        words = tl.load(ptr, mask=inside, other=POISON)
+        wrong = wrong | (words != POISON).to(tl.int32)
         at += step
+    changed = any_in_tile(wrong)
     lane = first_lane(long)
     while any_lane(long & (lane_index(long) == lane)):
         here = pick(addr, lane)
         found = scan(here, pick(start, lane), pick(end, lane), here & 0, here & 0)
-        changed = changed | (lane_index(long) == tl.where(found != NOWHERE, lane, -1))
+        changed = changed | (found != NOWHERE)
         lane = first_lane(long & (lane_index(long) > lane))
     return changed
 
@@ -182,12 +193,11 @@ def poison_span(addr, start, end, active):
         step: tl.constexpr = columns(addr, 4, tl.extra.cuda.num_threads())
     else:
         step: tl.constexpr = columns(addr, 4, MAX_THREADS)
-    column = tl.arange(0, step)[None, :].to(tl.int64)
-    ptr = as_column(addr).to(tl.pointer_type(tl.int64)) + as_column(start)
+    first = addr + (start << 3)
     at = most * 0
     while at < most:
-        inside = at + column < as_column(count)
-        tl.store(ptr + at + column, (at & 0) + POISON + column * 0, mask=inside)
+        ptr, inside = span_tile(first, count, at, step)
+        tl.store(ptr, tl.full(ptr.shape, POISON, tl.int64), mask=inside)
         at += step
     lane = first_lane(long)
     while any_lane(long & (lane_index(long) == lane)):
@@ -232,8 +242,8 @@ def scan(addr, start, end, skip, mend):
 
 @triton.jit(noinline=True)
 def diagnose(heap, addr, block, word, birth, poisoned, finder, mend):
-    """Find out what happened to a block some guard of which has changed, record it, and mend the
-    guards if ``mend`` is not 0; returns 0.
+    """Find out what happened to a block some guard of which may have changed, record it, and mend
+    the guards if ``mend`` is not 0. Returns how many faults there are (int32).
 
     Scalars: ``block`` bytes from ``addr`` on, the words of its entry, and how many words of it are
     poison because it is freed; -1 if it is live.
@@ -243,26 +253,32 @@ def diagnose(heap, addr, block, word, birth, poisoned, finder, mend):
     start = tl.where(live, poisoned * 0 - FRONT_WORDS, 0)
     low = scan(addr, start, tl.maximum(poisoned, 0), addr & 0, mend)
     high = scan(addr, nbytes >> 3, far_end(heap, nbytes, block), nbytes & 7, mend)
+    faults = finder * 0
     if live:
         kind = finder * 0 + E_OVERFLOW
         if low != NOWHERE:
             record_fault(heap, kind, low, addr, word, birth, finder)
+            faults += 1
         if high != NOWHERE:
             record_fault(heap, kind, high, addr, word, birth, finder)
+            faults += 1
     else:
         at = tl.minimum(low, high)
         if at != NOWHERE:
             kind = finder * 0 + E_USE_AFTER_FREE
             record_fault(heap, kind, at, addr, word, birth, finder)
-    return finder
+            faults += 1
+    return faults
 
 
 @triton.jit
-def diagnose_lanes(heap, addr, block, word, birth, poisoned, finder, mend, wrong):
-    """:func:`diagnose` the blocks of the lanes in ``wrong``; ``finder`` and ``mend`` scalars."""
-    lane = first_lane(wrong)
-    while any_lane(wrong & (lane_index(wrong) == lane)):
-        diagnose(
+def diagnose_lanes(heap, addr, block, word, birth, poisoned, finder, mend, active):
+    """:func:`diagnose` the blocks of the active lanes, some of which has changed; ``finder`` and
+    ``mend`` scalars. Returns which have."""
+    changed = active & (active == 0)
+    lane = first_lane(active)
+    while any_lane(active & (lane_index(active) == lane)):
+        faults = diagnose(
             heap,
             pick(addr, lane),
             pick(block, lane),
@@ -272,4 +288,6 @@ def diagnose_lanes(heap, addr, block, word, birth, poisoned, finder, mend, wrong
             lane * 0 + finder,
             lane * 0 + mend,
         )
-        lane = first_lane(wrong & (lane_index(wrong) > lane))
+        changed = changed | (lane_index(active) == tl.where(faults > 0, lane, -1))
+        lane = first_lane(active & (lane_index(active) > lane))
+    return changed
