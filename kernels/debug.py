@@ -196,7 +196,8 @@ def check_guards(heap, addr, nbytes, page, finder, active):
     changed = guards_changed(addr, nbytes, True, active)
     if watches_all(heap):
         end = far_end(heap, nbytes, block_at(heap, page, active))
-        changed = changed | span_changed(addr, near_end(nbytes), end, active)
+        # (With more, free would need half as many registers again, in any debug heap.)
+        changed = changed | span_changed(addr, near_end(nbytes), end, active, 2)
     if changed:
         diagnose_lanes(heap, addr, None, finder, True, active)
         # What was mended holds a few bytes of the block, which are poisoned next.

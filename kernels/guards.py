@@ -3,7 +3,8 @@
 Every byte of a guard is POISON_BYTE. The guards of a live block of n bytes are
 
     front   the 16 bytes before it, which are the last of the slot before
-    near    from its end on: up to four words, up to the next block's front
+    near    from its end on: the rest of that granule (16 bytes) and, if there is room before the
+            next block's front, one more
 
 and, if the heap's reach is unlimited, everything from there to the next block's front. What was
 freed is poison as far as the heap reaches: its first REACH words. Guards of a freed block are its
@@ -241,12 +242,12 @@ def most_of(count):
 
 
 @triton.jit
-def span_changed(addr, start, end, active):
+def span_changed(addr, start, end, active, least: tl.constexpr = 4):
     """Whether a word of the active lanes in [start, end), counted from their address, is not
-    poison (scalar)."""
+    poison (scalar). ``least`` words of each lane at a time: fewer cost fewer registers."""
     count, long = span_lanes(start, end, active)
     most = most_of(count)
-    column = columns(addr, 4)
+    column = columns(addr, least)
     first = addr + (start << 3)
     wrong = (as_column(count) + column) & 0
     at = most * 0
