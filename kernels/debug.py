@@ -4,7 +4,7 @@ A layer over ``heap``: it asks for more than the user does, keeps an entry per b
 (``table``), and looks at the guards (``guards``) whenever it has a block to itself.
 
 Shared words and their writers
-    *Entry*: the malloc that claimed the block exchanges it; a free clears the live bit in it. Whose
+    *Entry*: the malloc that claimed the block stores it; a free clears the live bit in it. Whose
     `and` finds the bit set has the block to itself, for the heap's own live bit is still set: it
     may look at the guards, poison the block, and only then give it to ``heap.free_any``.
     *Mark*: see ``table``.
@@ -28,13 +28,19 @@ import triton.language as tl
 
 from .atomics import atomic_load, fence
 from .guards import (
+    as_mask,
+    block_at,
+    columns,
     diagnose_lanes,
     far_end,
     guards_changed,
+    load_once,
     near_end,
     poison_span,
     poisoned_words,
     span_changed,
+    tile_ptr,
+    watches_all,
     write_guards,
 )
 from .heap import free_any, locate, malloc_any
@@ -45,17 +51,14 @@ from .layout import (
     ERRORS,
     MAX_SLOT,
     PAGE_LOG2,
-    class_bytes,
-    is_slab,
-    page_class,
-    page_out,
-    page_word_ptr,
+    load_base,
 )
-from .payload import copy, fill_zero
+from .payload import as_column, copy, fill_zero
 from .table import (
     BY_FREE,
     BY_MALLOC,
     BY_REALLOC,
+    ENTRY_WORDS,
     EPOCH_SHIFT,
     RUN_USE,
     block_bytes,
@@ -117,7 +120,7 @@ def adopt(heap, addr, padded, got):
     _inside, page, granule = locate(heap, addr, got)
     use = page_use(padded)
     ptr = mark_ptr(heap, page)
-    mark = atomic_load(ptr, got)
+    mark = load_once(ptr, got)
     word, birth = load_entry(entry_ptr(heap, page, granule), got)
     anew = got & (mark_use(mark) != use)
     mark = tl.where(anew, renewed(mark, use), mark)
@@ -125,43 +128,46 @@ def adopt(heap, addr, padded, got):
     epoch = mark_epoch(mark)
     known = got & (anew == 0) & (word != 0) & (entry_epoch(birth) == epoch)
     nbytes = entry_size(word)
-    block = block_bytes(padded)
-    # (Of a run, the pages that still are what they were when it was freed.)
-    words = block >> 3
-    large = got & (padded > MAX_SLOT)
-    lane = first_lane(large)
-    while any_lane(large & (lane_index(large) == lane)):
-        pages = mark_run(heap, pick(page, lane), pick(block >> PAGE_LOG2, lane).to(tl.int32))
-        here = lane_index(large) == lane
-        words = tl.where(here, pages.to(tl.int64) << (PAGE_LOG2 - 3), words)
-        lane = first_lane(large & (lane_index(large) > lane))
-    poisoned = tl.minimum(poisoned_words(heap, nbytes), words)
+    poisoned = poisoned_words(heap, nbytes)
+    # (Of a run, the pages that still are what they were when it was freed; what was behind its end
+    # may be another's by now.)
+    slots = known & (padded <= MAX_SLOT)
+    rest = got & (padded > MAX_SLOT)
+    while any_lane(rest):
+        lane = first_lane(rest)
+        here = lane_index(rest) == lane
+        pages = block_bytes(pick(padded, lane)) >> PAGE_LOG2
+        pages = mark_run(heap, pick(page, lane), pages.to(tl.int32)).to(tl.int64)
+        words = tl.minimum(poisoned, pages << (PAGE_LOG2 - 3))
+        poisoned = tl.where(here, words, poisoned)
+        rest = rest & (here == 0)
     changed = span_changed(addr, nbytes & 0, poisoned, known)
-    slots = known & (large == 0)
-    changed = changed | guards_changed(addr, nbytes, block, False, slots)
-    changed = changed | span_changed(
-        addr, near_end(nbytes, block), far_end(heap, nbytes, block), slots
-    )
-    if any_lane(changed):
-        # (Of a run, what was behind its end may be another's by now.)
-        seen = tl.where(large, tl.minimum(nbytes, words << 3) & -8, block)
-        diagnose_lanes(heap, addr, seen, word, birth, poisoned, BY_MALLOC, 0, changed)
-    return epoch, known & (changed == 0), word
+    changed = changed | guards_changed(addr, nbytes, False, slots)
+    if watches_all(heap):
+        end = far_end(heap, nbytes, block_bytes(padded))
+        changed = changed | span_changed(addr, near_end(nbytes), end, slots)
+    if changed:
+        wrong = diagnose_lanes(heap, addr, poisoned, BY_MALLOC, False, known)
+        known = known & (wrong == 0)
+    return epoch, known, word
 
 
 @triton.jit
 def guard(heap, addr, nbytes, tag, epoch, near, front, active):
     """Make blocks of the active lanes known: write the guards of those in ``near`` and ``front``,
     then their entries."""
-    block = block_bytes(padded_size(nbytes))
-    write_guards(addr, nbytes, block, active & near, active & front)
-    poison_span(addr, near_end(nbytes, block), far_end(heap, nbytes, block), active & near)
+    if any_lane(active & (near | front)):
+        write_guards(addr, nbytes, active & near, active & front)
+        if watches_all(heap):
+            end = far_end(heap, nbytes, block_bytes(padded_size(nbytes)))
+            poison_span(addr, near_end(nbytes), end, active & near)
     _inside, page, granule = locate(heap, addr, active)
     entry = entry_ptr(heap, page, granule)
     birth = clock_ticks() + (epoch << EPOCH_SHIFT)
-    tl.store(entry + 1, birth, mask=active)
     word = pack_entry(nbytes, tag + nbytes * 0, granule)
-    tl.atomic_xchg(entry, word, mask=active, sem="relaxed")
+    column = columns(addr, ENTRY_WORDS)
+    both = tl.where(column == 0, as_column(word), as_column(birth))
+    tl.store(tile_ptr(entry.to(tl.int64), column), both, mask=as_mask(active) & (column < 2))
     tl.debug_barrier()
 
 
@@ -184,25 +190,16 @@ def malloc_guarded(heap, nbytes, active, tag, ZERO: tl.constexpr):
 
 
 @triton.jit
-def slot_or_run(state):
-    """Bytes (int64) of a block, by the word of its page."""
-    slot = class_bytes(page_class(state)).to(tl.int64)
-    return tl.where(is_slab(state), slot, page_out(state).to(tl.int64) << PAGE_LOG2)
-
-
-@triton.jit
-def check_guards(heap, addr, word, entry, block, finder, active):
+def check_guards(heap, addr, nbytes, page, finder, active):
     """Look at the guards of live blocks that the active lanes have, record what was written to
     them, and mend them."""
-    nbytes = entry_size(word)
-    changed = guards_changed(addr, nbytes, block, True, active)
-    changed = changed | span_changed(
-        addr, near_end(nbytes, block), far_end(heap, nbytes, block), active
-    )
-    if any_lane(changed):
-        _word, birth = load_entry(entry, changed)
-        live = (addr & 0) - 1
-        diagnose_lanes(heap, addr, block, word, birth, live, finder, 1, changed)
+    changed = guards_changed(addr, nbytes, True, active)
+    if watches_all(heap):
+        end = far_end(heap, nbytes, block_at(heap, page, active))
+        # (With more, free would need half as many registers again, in any debug heap.)
+        changed = changed | span_changed(addr, near_end(nbytes), end, active, 2)
+    if changed:
+        diagnose_lanes(heap, addr, None, finder, True, active)
         # What was mended holds a few bytes of the block, which are poisoned next.
         tl.debug_barrier()
 
@@ -218,29 +215,27 @@ def free_guarded(heap, addr, active):
     word = tl.atomic_and(entry, live ^ -1, mask=inside, sem="relaxed")
     word = tl.where(inside, word, 0)
     mine = (word & live) != 0
-    block = slot_or_run(atomic_load(page_word_ptr(heap, page), inside))
-    check_guards(heap, addr, word, entry, block, BY_FREE, mine)
-    poison_span(addr, addr & 0, poisoned_words(heap, entry_size(word)), mine)
+    nbytes = entry_size(word)
+    check_guards(heap, addr, nbytes, page, BY_FREE, mine)
+    poison_span(addr, addr & 0, poisoned_words(heap, nbytes), mine)
     wrong = active & (mine == 0)
-    if any_lane(wrong):
-        report_wrong(heap, addr, word, granule, wrong)
+    while any_lane(wrong):
+        lane = first_lane(wrong)
+        report_not_live(heap, pick(addr, lane), pick(word, lane))
+        wrong = wrong & (lane_index(wrong) != lane)
     free_any(heap, addr, mine)
 
 
-@triton.jit
-def report_wrong(heap, addr, word, granule, wrong):
-    """Record the lanes that freed what is no live block: ``word`` is the entry there."""
-    dead = wrong & (word != 0) & (entry_granule(word) == (granule & 3))
+@triton.jit(noinline=True)
+def report_not_live(heap, addr, word):
+    """Record that ``addr`` was freed where no block is live; ``word`` is the entry there, or 0.
+    int64 scalars; returns 0."""
+    granule = ((addr - load_base(heap)) >> 4).to(tl.int32)
+    dead = (word != 0) & (entry_granule(word) == (granule & 3))
     kind = tl.where(dead, E_DOUBLE_FREE, E_INVALID_FREE)
     block = tl.where(dead, addr, 0)
-    lane = first_lane(wrong)
-    while any_lane(wrong & (lane_index(wrong) == lane)):
-        at = pick(addr, lane)
-        owner = pick(tl.where(dead, word, 0), lane)
-        record_fault(
-            heap, pick(kind, lane), at, pick(block, lane), owner, at & 0, lane * 0 + BY_FREE
-        )
-        lane = first_lane(wrong & (lane_index(wrong) > lane))
+    owner = tl.where(dead, word, 0)
+    return record_fault(heap, kind, addr, block, owner, addr * 0, kind * 0 + BY_FREE)
 
 
 # usable_size and realloc ------------------------------------------------------------------------
@@ -290,11 +285,12 @@ def realloc_guarded(heap, addr, nbytes, active, tag):
 def shrink(heap, addr, nbytes, owner, word, entry, stays):
     """Give live blocks of the active lanes another size, not larger, where they are."""
     _inside, page, granule = locate(heap, addr, stays)
-    block = slot_or_run(atomic_load(page_word_ptr(heap, page), stays))
     fence(heap + ERRORS)
-    check_guards(heap, addr, word, entry, block, BY_REALLOC, stays)
+    check_guards(heap, addr, entry_size(word), page, BY_REALLOC, stays)
     less = stays & (nbytes != entry_size(word))
-    write_guards(addr, nbytes, block, less, less & (less == 0))
-    poison_span(addr, near_end(nbytes, block), far_end(heap, nbytes, block), less)
+    write_guards(addr, nbytes, less, less & (less == 0))
+    if watches_all(heap):
+        end = far_end(heap, nbytes, block_at(heap, page, stays))
+        poison_span(addr, near_end(nbytes), end, less)
     tl.atomic_xchg(entry, pack_entry(nbytes, owner, granule), mask=stays, sem="relaxed")
     tl.debug_barrier()

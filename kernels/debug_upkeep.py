@@ -104,14 +104,15 @@ def audit_kernel(heap, live_count, BLOCK: tl.constexpr):
             if any_lane(freed):
                 size = tl.sum(tl.where(freed, nbytes, 0), axis=0)
                 pages = ((size - 1) >> PAGE_LOG2).to(tl.int32) + 1
-                block = tl.minimum(freed_run_bytes(heap, page, pages), nbytes) & -8
+                block = tl.minimum(freed_run_bytes(heap, page, pages), nbytes) & -16
                 words = block >> 3
-        poisoned = tl.where(live, -1, tl.minimum(poisoned_words(heap, nbytes), words))
-        changed = guards_changed(addr, nbytes, block, True, live)
-        changed = changed | guards_changed(addr, nbytes, block, False, slots)
+        poisoned = tl.minimum(poisoned_words(heap, nbytes), words)
+        changed = guards_changed(addr, nbytes, True, live)
+        changed = changed | guards_changed(addr, nbytes, False, slots)
         changed = changed | span_changed(addr, nbytes & 0, poisoned, freed)
         end = far_end(heap, nbytes, block)
-        changed = changed | span_changed(addr, near_end(nbytes, block), end, live | slots)
-        if any_lane(changed):
-            diagnose_lanes(heap, addr, block, word, birth, poisoned, BY_AUDIT, 0, changed)
+        changed = changed | span_changed(addr, near_end(nbytes), end, live | slots)
+        if changed:
+            diagnose_lanes(heap, addr, None, BY_AUDIT, False, live)
+            diagnose_lanes(heap, addr, poisoned, BY_AUDIT, False, freed)
         tl.atomic_add(live_count, count_lanes(live).to(tl.int64), sem="relaxed")

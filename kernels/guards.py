@@ -3,7 +3,8 @@
 Every byte of a guard is POISON_BYTE. The guards of a live block of n bytes are
 
     front   the 16 bytes before it, which are the last of the slot before
-    near    from its end on: up to four words, up to the next block's front
+    near    from its end on: the rest of that granule (16 bytes) and, if there is room before the
+            next block's front, one more
 
 and, if the heap's reach is unlimited, everything from there to the next block's front. What was
 freed is poison as far as the heap reaches: its first REACH words. Guards of a freed block are its
@@ -24,18 +25,38 @@ program has threads, and what is computed from them is agreed upon in a reductio
 import triton
 import triton.language as tl
 
+from .atomics import atomic_load
 from .bits import lowest_bit
-from .lanes import any_lane, first_lane, is_block, lane_index, pick
-from .layout import load_immutable
+from .lanes import any_lane, bitwise_or, first_lane, is_block, lane_index, pick
+from .layout import (
+    MAX_SLOT,
+    PAGE_LOG2,
+    class_bytes,
+    is_slab,
+    load_base,
+    load_immutable,
+    page_class,
+    page_out,
+    page_word_ptr,
+)
 from .payload import as_column
-from .table import E_OVERFLOW, E_USE_AFTER_FREE, REACH_WORD, entry_size, record_fault
+from .table import (
+    E_OVERFLOW,
+    E_USE_AFTER_FREE,
+    REACH_WORD,
+    RUN_USE,
+    entry_ptr,
+    entry_size,
+    mark_ptr,
+    mark_use,
+    record_fault,
+)
 from .target import has_ptx
 
 POISON_BYTE = 0xDB
 POISON = tl.constexpr(0xDBDBDBDBDBDBDBDB - (1 << 64))
 MAX_THREADS = tl.constexpr(1024)  # of a program
 FRONT_WORDS = tl.constexpr(2)
-NEAR_WORDS = tl.constexpr(4)
 LONG_SPAN = tl.constexpr(512)  # words; longer spans are handled one by one by the whole program
 UNLIMITED = tl.constexpr(1 << 40)  # a reach of so many words or more
 NOWHERE = tl.constexpr(1 << 62)
@@ -48,26 +69,42 @@ def reach(heap):
 
 
 @triton.jit
-def near_end(nbytes, block):
-    """First word behind the near zone of a block of ``nbytes`` in ``block`` bytes."""
-    return tl.minimum((nbytes >> 3) + 4, (block >> 3) - FRONT_WORDS)
+def watches_all(heap):
+    """Whether everything behind a block and all of a freed block is watched."""
+    return reach(heap) >= UNLIMITED
+
+
+@triton.jit
+def near_doubles(nbytes):
+    """Whether the near zone of a block of ``nbytes`` lies in two granules: in one if a block has
+    room for no more before the front of the next, by ``padded_size``. That is so with a multiple
+    of 16, unless it is a power of two and gets a slot of twice its size."""
+    low = nbytes.to(tl.int32)
+    power = ((low & (low - 1)) == 0) & (low != 32) & (nbytes <= MAX_SLOT)
+    return ((low & 15) != 0) | power
+
+
+@triton.jit
+def near_end(nbytes):
+    """First word behind the near zone of a block of ``nbytes``: 16 to 32 bytes behind its end, and
+    even. (Of the size alone: the block is at least what a malloc of so many bytes takes.)"""
+    return (nbytes >> 4) + 1 + near_doubles(nbytes).to(tl.int64) << 1
 
 
 @triton.jit
 def far_end(heap, nbytes, block):
     """First word behind what is guarded after the end of a live block."""
-    last = (block >> 3) - FRONT_WORDS
-    return tl.where(reach(heap) >= UNLIMITED, last, near_end(nbytes, block))
+    return tl.where(watches_all(heap), (block >> 3) - FRONT_WORDS, near_end(nbytes))
 
 
 @triton.jit
 def poisoned_words(heap, nbytes):
-    """How many words of a freed block of ``nbytes`` bytes are poison."""
-    return tl.minimum((nbytes + 7) >> 3, reach(heap))
+    """How many words of a freed block of ``nbytes`` bytes are poison; even."""
+    return tl.minimum(nbytes + 15 >> 4 << 1, reach(heap))
 
 
 @triton.constexpr_function
-def columns(model, least, threads):
+def width(model, least, threads):
     """Columns of a tile with a row per lane of ``model``, of a program of ``threads`` threads: no
     more than needed, for they cost registers."""
     shape = getattr(model, "shape", ())
@@ -75,135 +112,188 @@ def columns(model, least, threads):
 
 
 @triton.jit
-def any_column(flags, model):
-    """Per lane of ``model``: is a flag in its row of the tile set?"""
-    rows = tl.max(flags.to(tl.int32), axis=1)
-    if is_block(model):
-        found = rows > 0
-    else:
-        found = tl.max(rows, axis=0) > 0
-    return found
-
-
-@triton.jit
-def front_tile(addr, step: tl.constexpr):
-    """``(pointers, inside)`` of the words of each lane's front, as a tile of ``step`` columns."""
-    column = tl.arange(0, step)[None, :].to(tl.int64)
-    ptr = as_column(addr - FRONT_WORDS * 8).to(tl.pointer_type(tl.int64)) + column
-    return ptr, column < FRONT_WORDS
-
-
-@triton.jit
-def near_tile(addr, nbytes, block, step: tl.constexpr):
-    """``(pointers, inside, mask)`` of the words of each lane's near zone, as a tile of ``step``
-    columns: mask has the bits of a word that are the guard's."""
-    column = tl.arange(0, step)[None, :].to(tl.int64)
-    first = nbytes >> 3
-    ptr = as_column(addr + (first << 3)).to(tl.pointer_type(tl.int64)) + column
-    inside = column < as_column(near_end(nbytes, block) - first)
-    mask = tl.where(column == 0, (column & 0) - 1 << as_column((nbytes & 7) << 3), -1)
-    return ptr, inside, mask
-
-
-@triton.jit
-def guards_changed(addr, nbytes, block, front: tl.constexpr, active):
-    """Which of the active lanes' blocks have a guard word that is not poison; the front is looked
-    at only with ``front``."""
+def columns(model, least: tl.constexpr):
+    """The numbers (int32) of the columns of a tile with a row per lane of ``model``: ``least`` or
+    more, so that there are at least as many elements as threads."""
     if has_ptx():
         threads: tl.constexpr = tl.extra.cuda.num_threads()
     else:
         threads: tl.constexpr = MAX_THREADS
-    active = as_column(active.to(tl.int32)) != 0
-    ptr, inside, mask = near_tile(addr, nbytes, block, columns(addr, NEAR_WORDS, threads))
-    words = tl.load(ptr, mask=inside & active, other=POISON)
-    changed = any_column(((words ^ POISON) & mask) != 0, addr)
+    return tl.arange(0, width(model, least, threads))[None, :]
+
+
+@triton.jit
+def span_lane():
+    """The numbers (int64) of the words that the whole program handles at once: not many for each
+    thread, or the kernel would need registers for them wherever it is."""
+    if has_ptx():
+        lane = tl.arange(0, tl.extra.cuda.num_threads() * 2)
+    else:
+        lane = tl.arange(0, MAX_THREADS)
+    return lane.to(tl.int64)
+
+
+@triton.jit
+def tile_ptr(addr, column):
+    """Pointers to words, counted by column, from each lane's address on: a multiple of 16, as the
+    compiler is told, so that two words are one access. Masks must not part them either."""
+    ptr = as_column(addr).to(tl.pointer_type(tl.int64)) + column
+    return tl.multiple_of(ptr, (8, 16))  # (bytes: within a column, and along a row)
+
+
+@triton.jit
+def as_mask(flags):
+    """A lane's flag as a column of flags."""
+    return as_column(flags.to(tl.int32)) != 0
+
+
+@triton.jit
+def load_once(ptr, active):
+    """Words (int64) that may change meanwhile, each read by one thread; inactive lanes give 0."""
+    column = columns(ptr, 1)
+    ptrs = as_column(ptr.to(tl.int64)).to(tl.pointer_type(tl.int64)) + column
+    only = as_mask(active) & (column == 0)
+    words = tl.load(ptrs, mask=only, other=0, volatile=True)
+    words = tl.sum(words, axis=1)
+    if is_block(ptr):
+        value = words
+    else:
+        value = tl.sum(words, axis=0)
+    return value
+
+
+@triton.jit
+def halves(words):
+    """Both halves of each word in one (int32): not 0 if the word is not."""
+    return (words | (words >> 32)).to(tl.int32)
+
+
+@triton.jit
+def any_bit(tile):
+    """Whether any bit of a tile of int32 is set (scalar)."""
+    return tl.reduce(tile, None, bitwise_or) != 0
+
+
+# Guards of live blocks ------------------------------------------------------------------------
+
+
+@triton.jit
+def guard_bits(nbytes, column):
+    """Which bits of the granule in which a block of ``nbytes`` ends, by its words, are behind the
+    end (a tile; of meaning in columns 0 and 1)."""
+    bits = as_column((nbytes.to(tl.int32) & 15) << 3) - (column << 6)
+    mask = (bits & 0).to(tl.int64) - 1 << tl.minimum(tl.maximum(bits, 0), 63).to(tl.int64)
+    return tl.where(bits < 64, mask, 0)
+
+
+@triton.jit
+def near_granules(addr, nbytes, column):
+    """``(ptr, mask, second)`` of the near zones: pointers to the granule in which the block ends,
+    which bits of it are the zone's, and the flags (a column) of lanes with a second granule."""
+    ptr = tile_ptr(addr + (nbytes & -16), column)
+    return ptr, guard_bits(nbytes, column), as_mask(near_doubles(nbytes))
+
+
+@triton.jit
+def guards_changed(addr, nbytes, front: tl.constexpr, active):
+    """Whether a guard word of a block of the active lanes is not poison (scalar); the front is
+    looked at only with ``front``. Which lane's, :func:`diagnose_lanes` finds out."""
+    column = columns(addr, 2)
+    active = as_mask(active) & (column < 2)
+    ptr, mask, second = near_granules(addr, nbytes, column)
+    words = tl.load(ptr, mask=active, other=POISON)
+    more = tl.load(ptr + 2, mask=active & second, other=POISON)
+    wrong = ((words ^ POISON) & mask) | (more ^ POISON)
     if front:
-        ptr, inside = front_tile(addr, columns(addr, FRONT_WORDS, threads))
-        words = tl.load(ptr, mask=inside & active, other=POISON)
-        changed = changed | any_column(words != POISON, addr)
-    return changed
+        words = tl.load(tile_ptr(addr - 16, column), mask=active, other=POISON)
+        wrong = wrong | (words ^ POISON)
+    return any_bit(halves(wrong))
 
 
 @triton.jit
-def write_guards(addr, nbytes, block, near, front):
+def write_guards(addr, nbytes, near, front):
     """Poison the near zones of the lanes in ``near`` and the fronts of those in ``front``."""
-    if has_ptx():
-        threads: tl.constexpr = tl.extra.cuda.num_threads()
-    else:
-        threads: tl.constexpr = MAX_THREADS
-    near = as_column(near.to(tl.int32)) != 0
-    ptr, inside, mask = near_tile(addr, nbytes, block, columns(addr, NEAR_WORDS, threads))
-    inside = inside & near
-    # One word may be the block's in part.
-    words = tl.load(ptr, mask=inside & (mask != -1), other=POISON)
-    tl.store(ptr, (words & (mask ^ -1)) | (mask & POISON), mask=inside)
-    front = as_column(front.to(tl.int32)) != 0
-    ptr, inside = front_tile(addr, columns(addr, FRONT_WORDS, threads))
-    tl.store(ptr, tl.full(ptr.shape, POISON, tl.int64), mask=inside & front)
+    column = columns(addr, 2)
+    near = as_mask(near) & (column < 2)
+    ptr, mask, second = near_granules(addr, nbytes, column)
+    # The granule may be the block's in part.
+    words = tl.load(ptr, mask=near & as_mask((nbytes & 15) != 0), other=POISON)
+    tl.store(ptr, (words & (mask ^ -1)) | (mask & POISON), mask=near)
+    poison = tl.full(ptr.shape, POISON, tl.int64)
+    tl.store(ptr + 2, poison, mask=near & second)
+    tl.store(tile_ptr(addr - 16, column), poison, mask=as_mask(front) & (column < 2))
+
+
+# Spans of poison ------------------------------------------------------------------------------
 
 
 @triton.jit
-def span_changed(addr, start, end, active):
-    """Which of the active lanes have a word that is not poison in [start, end), counted from
-    their address."""
-    count = tl.where(active, end - start, 0)
-    long = count > LONG_SPAN
-    count = tl.where(long, 0, count)
-    changed = count < 0
-    most = tl.max(tl.max(as_column(count), axis=1), axis=0)
-    if has_ptx():
-        step: tl.constexpr = columns(addr, 4, tl.extra.cuda.num_threads())
-    else:
-        step: tl.constexpr = columns(addr, 4, MAX_THREADS)
-    column = tl.arange(0, step)[None, :].to(tl.int64)
-    ptr = as_column(addr).to(tl.pointer_type(tl.int64)) + as_column(start)
+def span_lanes(start, end, active):
+    """``(count, long)`` of spans of words from ``start`` to ``end``, both even: how many granules
+    (int32), and, where they are too many for a lane, the flag and 0."""
+    words = tl.where(active, end - start, 0)
+    long = words > LONG_SPAN
+    return tl.where(long, 0, words >> 1).to(tl.int32), long
+
+
+@triton.jit
+def most_of(count):
+    return tl.max(tl.max(as_column(count), axis=1), axis=0)
+
+
+@triton.jit
+def span_changed(addr, start, end, active, least: tl.constexpr = 4):
+    """Whether a word of the active lanes in [start, end), counted from their address, is not
+    poison (scalar). ``least`` words of each lane at a time: fewer cost fewer registers."""
+    count, long = span_lanes(start, end, active)
+    most = most_of(count)
+    column = columns(addr, least)
+    first = addr + (start << 3)
+    wrong = (as_column(count) + column) & 0
     at = most * 0
     while at < most:
-        words = tl.load(ptr + at + column, mask=at + column < as_column(count), other=POISON)
-        changed = changed | any_column(words != POISON, addr)
-        at += step
-    lane = first_lane(long)
-    while any_lane(long & (lane_index(long) == lane)):
+        ptr = tile_ptr(first, column + at * 2)
+        words = tl.load(ptr, mask=column // 2 + at < as_column(count), other=POISON)
+        wrong = wrong | halves(words ^ POISON)
+        at += column.shape[1] // 2
+    changed = any_bit(wrong)
+    while any_lane(long):
+        lane = first_lane(long)
         here = pick(addr, lane)
-        found = scan(here, pick(start, lane), pick(end, lane), here & 0, here & 0)
-        changed = changed | (lane_index(long) == tl.where(found != NOWHERE, lane, -1))
-        lane = first_lane(long & (lane_index(long) > lane))
+        found = scan(here, pick(start, lane), pick(end, lane), here & 0, lane * 0)
+        changed = changed | (found != NOWHERE)
+        long = long & (lane_index(long) != lane)
     return changed
 
 
 @triton.jit
 def poison_span(addr, start, end, active):
     """Poison the words in [start, end) of the active lanes, counted from their address."""
-    count = tl.where(active, end - start, 0)
-    long = count > LONG_SPAN
-    count = tl.where(long, 0, count)
-    most = tl.max(tl.max(as_column(count), axis=1), axis=0)
-    if has_ptx():
-        step: tl.constexpr = columns(addr, 4, tl.extra.cuda.num_threads())
-    else:
-        step: tl.constexpr = columns(addr, 4, MAX_THREADS)
-    column = tl.arange(0, step)[None, :].to(tl.int64)
-    ptr = as_column(addr).to(tl.pointer_type(tl.int64)) + as_column(start)
+    count, long = span_lanes(start, end, active)
+    most = most_of(count)
+    column = columns(addr, 4)
+    first = addr + (start << 3)
     at = most * 0
     while at < most:
-        inside = at + column < as_column(count)
-        tl.store(ptr + at + column, (at & 0) + POISON + column * 0, mask=inside)
-        at += step
-    lane = first_lane(long)
-    while any_lane(long & (lane_index(long) == lane)):
+        ptr = tile_ptr(first, column + at * 2)
+        poison = tl.full(ptr.shape, POISON, tl.int64)
+        tl.store(ptr, poison, mask=column // 2 + at < as_column(count))
+        at += column.shape[1] // 2
+    while any_lane(long):
+        lane = first_lane(long)
         poison_long(pick(addr, lane), pick(start, lane), pick(end, lane))
-        lane = first_lane(long & (lane_index(long) > lane))
+        long = long & (lane_index(long) != lane)
 
 
 @triton.jit(noinline=True)
 def poison_long(addr, start, end):
     """:func:`poison_span` of one block (int64 scalars), by the whole program; returns 0."""
-    lane = tl.arange(0, MAX_THREADS).to(tl.int64)
+    lane = span_lane()
     at = start
     while at < end:
         ptr = (addr + (at + lane) * 8).to(tl.pointer_type(tl.int64))
-        tl.store(ptr, tl.full((MAX_THREADS,), POISON, tl.int64), mask=at + lane < end)
-        at += MAX_THREADS
+        tl.store(ptr, tl.full(lane.shape, POISON, tl.int64), mask=at + lane < end)
+        at += lane.shape[0]
     return addr & 0
 
 
@@ -212,7 +302,7 @@ def scan(addr, start, end, skip, mend):
     """Address of the lowest byte that is not poison in words [start, end), counted from ``addr``,
     of the first of which ``skip`` bytes are not looked at; NOWHERE if all are. int64 scalars.
     With ``mend`` != 0 the words are made poison again."""
-    lane = tl.arange(0, MAX_THREADS).to(tl.int64)
+    lane = span_lane()
     found = (addr & 0) + NOWHERE
     at = start
     while at < end:
@@ -226,50 +316,79 @@ def scan(addr, start, end, skip, mend):
         found = tl.minimum(found, tl.min(tl.where(wrong != 0, byte, NOWHERE), axis=0))
         if mend != 0:
             tl.store(ptr, (words & (mask ^ -1)) | (mask & POISON), mask=inside & (wrong != 0))
-        at += MAX_THREADS
+        at += lane.shape[0]
     return found
 
 
-@triton.jit(noinline=True)
-def diagnose(heap, addr, block, word, birth, poisoned, finder, mend):
-    """Find out what happened to a block some guard of which has changed, record it, and mend the
-    guards if ``mend`` is not 0; returns 0.
-
-    Scalars: ``block`` bytes from ``addr`` on, the words of its entry, and how many words of it are
-    poison because it is freed; -1 if it is live.
-    """
-    nbytes = entry_size(word)
-    live = poisoned < 0
-    start = tl.where(live, poisoned * 0 - FRONT_WORDS, 0)
-    low = scan(addr, start, tl.maximum(poisoned, 0), addr & 0, mend)
-    high = scan(addr, nbytes >> 3, far_end(heap, nbytes, block), nbytes & 7, mend)
-    if live:
-        kind = finder * 0 + E_OVERFLOW
-        if low != NOWHERE:
-            record_fault(heap, kind, low, addr, word, birth, finder)
-        if high != NOWHERE:
-            record_fault(heap, kind, high, addr, word, birth, finder)
-    else:
-        at = tl.minimum(low, high)
-        if at != NOWHERE:
-            kind = finder * 0 + E_USE_AFTER_FREE
-            record_fault(heap, kind, at, addr, word, birth, finder)
-    return finder
+@triton.jit
+def block_at(heap, page, active):
+    """Bytes (int64) of the live blocks that begin in these pages."""
+    state = atomic_load(page_word_ptr(heap, page), active)
+    slot = class_bytes(page_class(state)).to(tl.int64)
+    return tl.where(is_slab(state), slot, page_out(state).to(tl.int64) << PAGE_LOG2)
 
 
 @triton.jit
-def diagnose_lanes(heap, addr, block, word, birth, poisoned, finder, mend, wrong):
-    """:func:`diagnose` the blocks of the lanes in ``wrong``; ``finder`` and ``mend`` scalars."""
-    lane = first_lane(wrong)
-    while any_lane(wrong & (lane_index(wrong) == lane)):
-        diagnose(
-            heap,
-            pick(addr, lane),
-            pick(block, lane),
-            pick(word, lane),
-            pick(birth, lane),
-            pick(poisoned, lane),
-            lane * 0 + finder,
-            lane * 0 + mend,
-        )
-        lane = first_lane(wrong & (lane_index(wrong) > lane))
+def entry_at(heap, addr):
+    """``(page, entry)`` of the block at an address (int64 scalar)."""
+    offset = addr - load_base(heap)
+    page = (offset >> PAGE_LOG2).to(tl.int32)
+    return page, entry_ptr(heap, page, ((offset >> 4) & 4095).to(tl.int32))
+
+
+@triton.jit(noinline=True)
+def record_write(heap, kind, at, addr, finder):
+    """Record that the byte at ``at`` is not what the block at ``addr`` left there; returns 1.
+    Scalars; NOWHERE is no byte, and gives 0."""
+    count = finder * 0
+    if at != NOWHERE:
+        _page, entry = entry_at(heap, addr)
+        record_fault(heap, kind, at, addr, atomic_load(entry), atomic_load(entry + 1), finder)
+        count += 1
+    return count
+
+
+@triton.jit(noinline=True)
+def diagnose_live(heap, addr, finder, mend):
+    """Find out which guards of a live block have changed, record it, and mend them if ``mend`` is
+    not 0. Scalars. Returns how many faults there are (int32)."""
+    page, entry = entry_at(heap, addr)
+    nbytes = entry_size(atomic_load(entry))
+    end = far_end(heap, nbytes, block_at(heap, page, page >= 0))
+    kind = finder * 0 + E_OVERFLOW
+    high = scan(addr, nbytes >> 3, end, nbytes & 7, mend)
+    low = scan(addr, addr * 0 - FRONT_WORDS, addr * 0, addr * 0, mend)
+    count = record_write(heap, kind, low, addr, finder)
+    return count + record_write(heap, kind, high, addr, finder)
+
+
+@triton.jit(noinline=True)
+def diagnose_freed(heap, addr, poisoned, finder):
+    """Find out whether a freed block has changed, of which the first ``poisoned`` words are
+    poison, and record it. Scalars. Returns how many faults there are (int32)."""
+    at = scan(addr, addr * 0, poisoned, addr * 0, finder * 0)
+    page, entry = entry_at(heap, addr)
+    use = mark_use(atomic_load(mark_ptr(heap, page)))
+    # (What was behind the end of a run may be another's by now.)
+    if use < RUN_USE:
+        nbytes = entry_size(atomic_load(entry))
+        end = far_end(heap, nbytes, class_bytes(use).to(tl.int64))
+        at = tl.minimum(at, scan(addr, nbytes >> 3, end, nbytes & 7, finder * 0))
+    return record_write(heap, finder * 0 + E_USE_AFTER_FREE, at, addr, finder)
+
+
+@triton.jit
+def diagnose_lanes(heap, addr, poisoned, finder: tl.constexpr, mend: tl.constexpr, active):
+    """Diagnose the blocks of the active lanes, some of which has changed: freed ones, or live ones
+    if ``poisoned`` is None. Returns which have."""
+    changed = active & (active == 0)
+    while any_lane(active):
+        lane = first_lane(active)
+        here = lane_index(active) == lane
+        if poisoned is None:
+            count = diagnose_live(heap, pick(addr, lane), lane * 0 + finder, lane * 0 + mend)
+        else:
+            count = diagnose_freed(heap, pick(addr, lane), pick(poisoned, lane), lane * 0 + finder)
+        changed = changed | (here & (count > 0))
+        active = active & (here == 0)
+    return changed

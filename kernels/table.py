@@ -14,8 +14,10 @@ heap.
 
 In a debug heap no slot is smaller than a cell, so no two blocks begin in one.
 
-Entry, first word: written by an exchange by whoever has the block; its live bit is cleared by an
-`and`, and whoever cleared it has the block to itself from then on.
+Entry, first word: written by whoever has the block; its live bit is cleared by an `and`, and
+whoever cleared it has the block to itself from then on. (Until the address is handed on, nobody
+else has a right to free it: that a wrong free may come before or after the store is all there is
+between the two.)
 
     0..39   size in bytes, as requested
     40..55  tag

@@ -22,6 +22,7 @@ ALLOWED = {
     "layout.load_immutable": "geometry words are written before the heap is handed to any kernel",
     "payload.copy": "payload of realloc: both blocks belong to the caller, no branch reads it",
     "debug.load_entry": "the entry of a block that the caller has; no wrong free changes its value",
+    "guards.load_once": "a tile without copies: one thread reads each word",
     "guards.guards_changed": "a tile without copies: one thread reads each word",
     "guards.write_guards": "the caller's own words, to be written back; no branch reads them",
     "guards.span_changed": "a tile without copies: one thread reads each word",

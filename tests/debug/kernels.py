@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 
 from devalloc import kernels as da
+from devalloc.kernels.guards import near_end
+from devalloc.kernels.table import padded_size
 
 
 @triton.jit
@@ -64,3 +66,13 @@ def peek_kernel(addr, nbytes, out, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ptr = (tl.load(addr) + index).to(tl.pointer_type(tl.int8))
     tl.store(out + index, tl.load(ptr, mask=index < nbytes, other=0), mask=index < nbytes)
+
+
+@triton.jit
+def near_zone_kernel(sizes, ends, padded, n, BLOCK: tl.constexpr):
+    """By size, where in a block its near zone ends, and what the block takes, both in bytes."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < n
+    size = tl.load(sizes + index, mask=inside, other=1)
+    tl.store(ends + index, near_end(size) * 8, mask=inside)
+    tl.store(padded + index, padded_size(size), mask=inside)

@@ -22,7 +22,15 @@ from tests.debug.support import (
     poke,
     realloc,
 )
-from tests.support import DEVICE, EDGE_SIZES, assert_blocks, int64, write, wrong_words
+from tests.support import (
+    DEVICE,
+    EDGE_SIZES,
+    assert_blocks,
+    int64,
+    programs,
+    write,
+    wrong_words,
+)
 
 # From the first byte behind a block, or (negative) from the block itself; and how many bytes.
 OVERFLOWS = {"a byte": (0, 1), "a word": (0, 8), "a byte further on": (3, 1)}
@@ -123,6 +131,17 @@ def test_far_behind_the_end_with_everything_watched() -> None:
         assert_faults(heap, Overflow, "free", [(addr + 60_000, addr, 33_000, "3")])
 
 
+def test_near_zones_end_before_the_next_front() -> None:
+    """They have 16 to 32 bytes, and 32 behind a multiple of 16 if there is room for them."""
+    sizes = torch.arange(1, 3 * PAGE_BYTES, device=DEVICE)
+    ends, padded = torch.empty_like(sizes), torch.empty_like(sizes)
+    n = sizes.numel()
+    dk.near_zone_kernel[programs(n, 1024)](sizes, ends, padded, n, BLOCK=1024)
+    zones, front = ends - sizes, (padded + 15) // 16 * 16 - 16
+    assert ((ends % 16 == 0) & (zones >= 16) & (zones <= 32) & (ends <= front)).all()
+    assert (sizes + 32 > front)[zones == 16].all()
+
+
 # Use after free ---------------------------------------------------------------------------------
 
 
@@ -182,6 +201,20 @@ def test_behind_the_end_of_a_freed_block() -> None:
             heap.audit()
         assert malloc(heap, [110], [5]).tolist() == [addr]
         assert_faults(heap, UseAfterFree, "malloc", [(addr + 101, addr, 100, "4")])
+        free(heap, addrs)
+
+
+def test_behind_the_end_of_a_freed_run() -> None:
+    """There may be another's memory by now, so nothing is said of it, whatever else is found."""
+    with debug_heap("256KiB") as heap:
+        slot = int(malloc(heap, [1000], [4])[0])
+        run = int(malloc(heap, [150_000], [5])[0])
+        free(heap, [slot, run])
+        heap.trim()
+        poke([slot + 10, run + 150_003])
+        addrs = malloc(heap, [1000, 40_000, 40_000, 40_000], [6] * 4)
+        assert addrs[:2].tolist() == [slot, run]
+        assert_faults(heap, UseAfterFree, "malloc", [(slot + 10, slot, 1000, "4")])
         free(heap, addrs)
 
 
