@@ -38,6 +38,7 @@ from .layout import (
     page_class,
     page_out,
     page_word_ptr,
+    place_of,
 )
 from .payload import as_column
 from .table import (
@@ -331,9 +332,8 @@ def block_at(heap, page, active):
 @triton.jit
 def entry_at(heap, addr):
     """``(page, entry)`` of the block at an address (int64 scalar)."""
-    offset = addr - load_base(heap)
-    page = (offset >> PAGE_LOG2).to(tl.int32)
-    return page, entry_ptr(heap, page, ((offset >> 4) & 4095).to(tl.int32))
+    page, granule = place_of(load_base(heap), addr)
+    return page, entry_ptr(heap, page, granule)
 
 
 @triton.jit(noinline=True)
