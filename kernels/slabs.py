@@ -236,7 +236,7 @@ def detach(heap, cls, word):
     return page * 0
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def renew(heap, cls, old):
     """Make the pages at the front of a dry batch that are free again into a new batch.
 
@@ -502,6 +502,16 @@ def is_drawing(word):
 
 
 @triton.jit(noinline=True)
+def install(heap, cls, word, place):
+    """Make ``word`` the word of the program's stripe of class ``cls`` (``place`` 0) or its spare
+    (SPARE), and dissolve the batch that was there; returns 0. The caller is in transit."""
+    ptr = own_stripe(heap, cls) + place
+    # What the slots' former owners did, and our page words, before whoever takes a ticket.
+    fence(ptr)
+    return detach(heap, cls, tl.atomic_xchg(ptr, word, sem="relaxed"))
+
+
+@triton.jit(noinline=True)
 def refill(heap, cls, need):
     """Give the program's stripe of class ``cls``, which is dry, a batch and keep up to ``need``
     slots of it for the caller (int32 scalars). Returns (place, pages): a stripe word of whose
@@ -525,8 +535,7 @@ def refill(heap, cls, need):
         if stripe_credits(old) <= 0:
             renewed = renew(heap, cls, old)
         if renewed != 0:
-            fence(ptr)
-            detach(heap, cls, tl.atomic_xchg(ptr + SPARE, renewed, sem="relaxed"))
+            install(heap, cls, renewed, need * 0 + SPARE)
     else:
         old = tl.atomic_xchg(ptr, tl.full((), REFILLING, tl.int64), sem="acquire")
         page, batch = stripe_place(old)
@@ -542,11 +551,9 @@ def refill(heap, cls, need):
                 previous = tl.where(batch > 0, batch, tl.maximum(page - 1, 0))
                 place = open_batch(heap, cls, tl.where(filling, 0, previous))
         renewed = place
-        # What the slots' former owners did, and our page words, before whoever takes a ticket.
-        fence(ptr)
         mine = tl.minimum(tl.maximum(stripe_credits(place), 0), need.to(tl.int64))
         rest = tl.where(pages != 0, drawing(batch), place - mine)
-        detach(heap, cls, tl.atomic_xchg(ptr, rest, sem="relaxed"))
+        install(heap, cls, rest, need * 0)
     # Of the old batch, what was not renewed. (Credits it has were found by us, and kept.)
     first, kept = stripe_place(renewed)
     kept = tl.where((pages == 0) & (first == page), tl.minimum(kept, batch), 0)
@@ -565,8 +572,7 @@ def prefetch(heap, cls):
     if (atomic_load(ptr) == 0) & (batch > 0) & (is_filling(heap) == 0):
         enter_transit(heap)
         word = open_batch(heap, cls, batch)
-        fence(ptr)
-        detach(heap, cls, tl.atomic_xchg(ptr, word, sem="relaxed"))
+        install(heap, cls, word, cls * 0 + SPARE)
         leave_transit(heap, (word != 0).to(tl.int32))
     return cls * 0
 

@@ -306,8 +306,8 @@ ALL = (
     Mutant(
         name="other_batch_lost",
         file="slabs.py",
-        old='        detach(heap, cls, tl.atomic_xchg(ptr, rest, sem="relaxed"))\n',
-        new='        tl.atomic_xchg(ptr, rest, sem="relaxed")\n',
+        old='return detach(heap, cls, tl.atomic_xchg(ptr, word, sem="relaxed"))',
+        new='return (tl.atomic_xchg(ptr, word, sem="relaxed") & 0).to(tl.int32)',
         breaks="of the batches that two refillers install, one is in no stripe and attached",
         scenario="two_refillers",
     ),

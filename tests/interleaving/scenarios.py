@@ -335,7 +335,7 @@ ALL = (
         plan=directed(
             Turn(0, "run_script", 10),
             Turn(2, "flush"),
-            Turn(0, "refill", 3),
+            Turn(0, "install"),
             Turn(2, "leave_transit"),
             Turn(1),
             Turn(0),
