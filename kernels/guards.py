@@ -27,7 +27,7 @@ import triton.language as tl
 
 from .atomics import atomic_load
 from .bits import lowest_bit
-from .lanes import any_lane, bitwise_or, first_lane, is_block, lane_index, pick
+from .lanes import any_lane, first_lane, is_block, lane_index, pick
 from .layout import (
     MAX_SLOT,
     PAGE_LOG2,
@@ -172,7 +172,7 @@ def halves(words):
 @triton.jit
 def any_bit(tile):
     """Whether any bit of a tile of int32 is set (scalar)."""
-    return tl.reduce(tile, None, bitwise_or) != 0
+    return tl.max(tile.to(tl.uint32, bitcast=True)) != 0
 
 
 # Guards of live blocks ------------------------------------------------------------------------

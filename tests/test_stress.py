@@ -99,8 +99,8 @@ def test_a_fault_of_the_user_is_reported(fault: str, found: str) -> None:
 MUTANTS = {
     "slots overlap": (
         "mixed-churn-64x2",
-        Patch("heap.py", "(granule << 4).to(tl.int64)\n    return load_base(heap) + offset",
-              "((granule & -5) << 4).to(tl.int64)\n    return load_base(heap) + offset"),
+        Patch("layout.py", "<< PAGE_LOG2) + (granule << 4).to(tl.int64)",
+              "<< PAGE_LOG2) + ((granule & -5) << 4).to(tl.int64)"),
         "wrong tag|live bits|overlap",
     ),
     "zeros leaves the last words": (
