@@ -79,6 +79,16 @@ def pick_first(values, flags):
 
 
 @triton.jit
+def least_of(values, flags):
+    """The least of the non-negative int64 in the flagged lanes, of which there is one."""
+    if is_block(values):
+        value = tl.min(tl.where(flags, values, (1 << 63) - 1), axis=0)
+    else:
+        value = values
+    return value
+
+
+@triton.jit
 def bitwise_or(a, b):
     return a | b
 

@@ -48,7 +48,7 @@ import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
 from .bits import floor_log2, lowest_bit, lsr, mix, popcount, select_bit
-from .lanes import any_lane, first_lane, or_lanes, pick, width
+from .lanes import any_lane, first_lane, least_of, or_lanes, pick, width
 from .layout import (
     ATTACHED,
     CLASS_SHIFT,
@@ -134,12 +134,13 @@ def is_published(word, cls):
 
 @triton.jit(noinline=True)
 def settle(heap, chunk, pages, word):
-    """Do what page word ``word`` asks for, which all ``pages`` (a word of bits) of a chunk had:
-    retire them if it is idle, publish them if no search would find them; returns 0.
+    """Do what the words of ``pages`` (a word of bits) of a chunk ask for: retire those that are
+    idle, publish those that no search would find; returns 0. ``word`` is a guess at all of them,
+    idle or hidden, and of their class.
 
-    Whoever makes a page idle or hidden by its change of the page word calls this with the word
-    that came of it. A failed compare-and-swap means that the word changed again, so it is looked
-    at again; a page that serves another class by now was retired and is others' business. The
+    Whoever makes a page idle or hidden by its change of the page word calls this. A failed
+    compare-and-swap means that the guess was wrong or the word changed again, so it is looked at
+    again; a page that serves another class by now was retired and is others' business. The
     caller is in transit: a retired page is in hand until its bit is set, and a page whose flag is
     set is hidden until its hint is, although other frees rely on the flag and return. The flag
     comes before the hint, so that :func:`unpublish` sees either the flag or our hint behind its
@@ -185,12 +186,13 @@ def settle_lanes(heap, page, word, asks):
     enter_transit(heap)
     first = first_lane(asks)
     while first < width(asks):
-        # A turn for all pages of a chunk with the same word: mostly there is one.
+        # A turn for all pages of a chunk with the same class: mostly there is one.
         chunk = pick(page, first) >> 6
-        state = pick(word, first)
-        alike = asks & (page >> 6 == chunk) & (word == state)
+        cls = pick(page_class(word), first)
+        alike = asks & (page >> 6 == chunk) & (page_class(word) == cls)
         bits = (word & 0) + 1 << (page & 63).to(tl.int64)
-        settle(heap, chunk, or_lanes(tl.where(alike, bits, 0)), state)
+        # (Of what several lanes found of a page, the least is the latest.)
+        settle(heap, chunk, or_lanes(tl.where(alike, bits, 0)), least_of(word, alike))
         asks = asks & (alike == 0)
         first = first_lane(asks)
     leave_transit(heap, tl.full((), 1, tl.int32))

@@ -19,8 +19,8 @@ KEYS = [f"{case.key}@{target}" for case in all_cases() for target in TARGETS]
 MAX_EXTRA_SECONDS = 3.0
 # Kernels that do not spill, with the functions that they call; some only as the compiler of one
 # Triton allots registers (3.6: 128 or 168 to kernels that allocate, 3.9: 72 to 96).
-SPILL_NOTHING = {"free_scalar", "usable_size_scalar", "usable_size_lanes", PROBE.name}
-SPILL_NOTHING |= {"pair_scalar", "realloc_scalar"} if OLD_COMPILER else {"free_lanes"}
+SPILL_NOTHING = {"free_scalar", "free_lanes", "usable_size_scalar", "usable_size_lanes", PROBE.name}
+SPILL_NOTHING |= {"pair_scalar", "realloc_scalar"} if OLD_COMPILER else set()
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
