@@ -163,7 +163,7 @@ def test_what_refers_to_a_heap_keeps_its_memory() -> None:
     del view
     gc.collect()
     assert len(source.live) == 1
-    assert int(handle[2]) & 0xFFFFFFFF == 4  # its pages
+    assert int(handle[3]) & 0xFFFFFFFF == 4  # its pages
     del handle
     gc.collect()
     assert source.live == {}
