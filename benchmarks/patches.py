@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,17 @@ class Patch:
     old: str
     new: str
     times: int | None = 1
+
+
+def prepare_worker(device: str, kernels: str | None) -> None:
+    """Make this process interpret kernels (`device` "cpu") and import the device code from the
+    folder `kernels`, if one is given; before devalloc is imported."""
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    if kernels:
+        from devalloc._locate_kernels import SiblingFolder
+
+        sys.meta_path.insert(0, SiblingFolder(Path(kernels).resolve()))
 
 
 def patched_kernels(patches: Iterable[Patch], folder: Path) -> Path:

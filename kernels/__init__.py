@@ -6,7 +6,8 @@
     da.free(heap, addr)
 
 Layers, from the bottom: ``bits`` (words of bits), ``atomics`` (reading what changes), ``layout``
-(where everything lies), ``record`` (errors), ``pages`` (runs of pages), ``slabs`` (size classes),
+(where everything lies), ``record`` (errors), ``pages`` (runs of pages), ``live`` (live bits),
+``detached`` (slabs that are drawn from), ``slabs`` (size classes: batches, stripes, searches),
 ``heap`` (malloc and free); for debug heaps ``table`` (what is known of every block), ``guards``
 (red zones and poison), ``debug`` (malloc and free with both); ``api`` (what a kernel calls),
 ``upkeep`` and ``debug_upkeep`` (what the host launches). The protocol and why it is correct:

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .atomics import atomic_load, fence
 from .bits import divide, lsr, mix, popcount, select_bit
+from .detached import is_hidden, is_idle, settle_lanes
 from .lanes import (
     any_lane,
     count_lanes,
@@ -68,12 +69,9 @@ from .slabs import (
     find_slots,
     half_used,
     is_drawing,
-    is_hidden,
-    is_idle,
     open_whole,
     own_stripe,
     prefetch,
-    settle_lanes,
 )
 
 

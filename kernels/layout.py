@@ -14,9 +14,9 @@ reach it. Words 0..31 never change after the heap is made and may be loaded plai
     TRANSIT         in-hand counts and epochs, striped                pages, slabs
     STRIPES         per class and stripe: the stripe word, and a      heap, slabs
                     spare batch, also as a stripe word
-    hints           ORDERS + NUM_CLASSES rows, one bit per chunk      pages, slabs
+    hints           ORDERS + NUM_CLASSES rows, one bit per chunk      pages, detached, slabs
     page bits       one word per chunk: bit set = page is free        pages
-    page words      one per page: what the page is                    slabs, heap
+    page words      one per page: what the page is                    detached, slabs, heap
     live bits       64 words per page: bit set = an allocation        heap
                     begins here
 

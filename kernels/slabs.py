@@ -17,7 +17,8 @@ Shared words and their writers
     *Stripe word* (class, stripe): malloc subtracts credits; a refill or a flush exchanges it; who
     makes a refill its duty (take_duty) compares and swaps it.
     *Spare* (class, stripe): prefetch, refill and flush exchange it.
-    *Page word*: free subtracts; open, draw, renew, detach, settle and unpublish change the state.
+    *Page word*: free subtracts; open, renew and detach change the state, and draw, settle and
+    unpublish in ``detached``.
     *Class hint*: row ORDERS + class, a bit per chunk. PUBLISHED in a page word promises it.
 Linearisation
     malloc: the subtraction that returned enough credits, or the compare-and-swap of a draw, or
@@ -47,14 +48,13 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
-from .bits import floor_log2, lowest_bit, lsr, mix, popcount, select_bit
-from .lanes import any_lane, first_lane, least_of, or_lanes, pick, width
+from .bits import lowest_bit
+from .detached import draw, is_idle, settle
 from .layout import (
     ATTACHED,
     CLASS_SHIFT,
     G_MAX_BATCH,
     G_PAGES,
-    G_ROW_WORDS,
     G_STRIPES,
     GRANTED,
     NUM_CLASSES,
@@ -66,10 +66,8 @@ from .layout import (
     USED,
     class_slots,
     hint_ptr,
-    is_slab,
     load_geometry,
     pack_stripe,
-    page_class,
     page_out,
     page_word_ptr,
     program_count,
@@ -81,15 +79,11 @@ from .layout import (
 from .pages import (
     FAR,
     collect,
-    count_given,
     count_taken,
     enter_transit,
     first_hinted,
-    give_pages,
-    hinted_chunk,
     lane_bits,
     leave_transit,
-    one_of,
     take_pages,
 )
 
@@ -103,99 +97,6 @@ WHOLE_PAGES = tl.constexpr(4)  # who can fill so many pages at once gets pages o
 DRY_PAGES = tl.constexpr(2)  # or so many, if the stripe is dry
 MAX_DEBT = tl.constexpr(1 << 30)
 REFILLING = tl.constexpr(-1)  # stripe word without a batch and below zero: somebody refills
-
-
-# Page words -----------------------------------------------------------------------------------
-
-
-@triton.jit
-def is_idle(word):
-    """Page words of slabs that nothing is in and nobody uses: they can be retired."""
-    return is_slab(word) & ((word & ATTACHED) == 0) & (page_out(word) == 0)
-
-
-@triton.jit
-def is_hidden(word):
-    """Page words of detached slabs that no search can find."""
-    return is_slab(word) & ((word & (ATTACHED | PUBLISHED)) == 0)
-
-
-@triton.jit
-def free_slots(word, cls, slots):
-    """Slots that can be drawn from pages with these words: 0 unless detached slabs of ``cls``."""
-    fits = is_slab(word) & (page_class(word) == cls) & ((word & ATTACHED) == 0)
-    return tl.where(fits, slots - page_out(word), 0)
-
-
-@triton.jit
-def is_published(word, cls):
-    return is_slab(word) & (page_class(word) == cls) & ((word & PUBLISHED) != 0)
-
-
-@triton.jit(noinline=True)
-def settle(heap, chunk, pages, word):
-    """Do what the words of ``pages`` (a word of bits) of a chunk ask for: retire those that are
-    idle, publish those that no search would find; returns 0. ``word`` is a guess at all of them,
-    idle or hidden, and of their class.
-
-    Whoever makes a page idle or hidden by its change of the page word calls this. A failed
-    compare-and-swap means that the guess was wrong or the word changed again, so it is looked at
-    again; a page that serves another class by now was retired and is others' business. The
-    caller is in transit: a retired page is in hand until its bit is set, and a page whose flag is
-    set is hidden until its hint is, although other frees rely on the flag and return. The flag
-    comes before the hint, so that :func:`unpublish` sees either the flag or our hint behind its
-    clearing.
-    """
-    lane = tl.arange(0, 64)
-    cls = page_class(word)
-    ptr = page_word_ptr(heap, chunk * 64 + lane)
-    asks = (lsr(pages, lane.to(tl.int64)) & 1) != 0
-    words = tl.where(asks, word, 0)
-    idle = is_idle(words)
-    hidden = is_hidden(words) & (idle == 0)
-    published = asks & (asks == 0)
-    retired = published
-    going = pages != 0
-    while going:
-        expected = tl.where(idle | hidden, words, 0)
-        words = atomic_cas(ptr, expected, tl.where(hidden, words | PUBLISHED, 0))
-        won = words == expected
-        published = published | (hidden & won)
-        retired = retired | (idle & won)
-        asks = (idle | hidden) & (won == 0) & (page_class(words) == cls)
-        idle = asks & is_idle(words)
-        hidden = asks & is_hidden(words) & (idle == 0)
-        going = any_lane(idle | hidden)
-    # The flags before the hints, and what the frees came after that made pages idle before the
-    # give.
-    fence(heap + USED)
-    bit = tl.full((), 1, tl.int64) << (chunk & 63).to(tl.int64)
-    shown = any_lane(published)
-    tl.atomic_or(hint_ptr(heap, ORDERS + cls, chunk), bit, mask=shown, sem="relaxed")
-    given = lane_bits(retired)
-    if given != 0:
-        count_given(heap, popcount(given))
-        give_pages(heap, chunk, given, given != 0)
-    return chunk * 0
-
-
-@triton.jit
-def settle_lanes(heap, page, word, asks):
-    """:func:`settle` the pages of the flagged lanes, whose words are ``word`` now. Scalars or
-    blocks; several lanes may name one page."""
-    enter_transit(heap)
-    first = first_lane(asks)
-    while first < width(asks):
-        # A turn for all pages of a chunk with the same class: mostly there is one.
-        chunk = pick(page, first) >> 6
-        cls = pick(page_class(word), first)
-        alike = asks & (page >> 6 == chunk) & (page_class(word) == cls)
-        bits = (word & 0) + 1 << (page & 63).to(tl.int64)
-        # (Of what several lanes found of a page, the least is the latest.)
-        settle(heap, chunk, or_lanes(tl.where(alike, bits, 0)), least_of(word, alike))
-        asks = asks & (alike == 0)
-        first = first_lane(asks)
-    leave_transit(heap, tl.full((), 1, tl.int32))
 
 
 # Batches --------------------------------------------------------------------------------------
@@ -324,121 +225,6 @@ def open_whole(heap, cls, need):
     word = open_pages(heap, cls, batch, need, state, program_count())
     leave_transit(heap, (word != 0).to(tl.int32))
     return word
-
-
-# Draws ----------------------------------------------------------------------------------------
-
-
-@triton.jit(noinline=True)
-def unpublish(heap, cls, chunk):
-    """Clear the hint of class ``cls`` for a chunk in which nothing can be drawn; returns 0.
-
-    PUBLISHED promises the hint, so it goes first, page by page, and a page that gets a free slot
-    meanwhile is published again by that free (settle). A page that was published behind our back
-    brings the hint back. In transit meanwhile, as in ``pages.drop_hints``.
-    """
-    lane = tl.arange(0, 64)
-    hint = hint_ptr(heap, ORDERS + cls, chunk)
-    bit = tl.full((), 1, tl.int64) << (chunk & 63).to(tl.int64)
-    ptr = page_word_ptr(heap, chunk * 64 + lane)
-    enter_transit(heap)
-    words = atomic_load(ptr)
-    full = is_published(words, cls) & (page_out(words) >= class_slots(cls))
-    expected = tl.where(full, words, 0)
-    atomic_cas(ptr, expected, tl.where(full, words ^ PUBLISHED, 0))
-    tl.atomic_and(hint, bit ^ -1, sem="relaxed")
-    fence(hint)
-    again = any_lane(is_published(atomic_load(ptr), cls)).to(tl.int32)
-    if again != 0:
-        tl.atomic_or(hint, bit, sem="relaxed")
-    leave_transit(heap, again)
-    return again
-
-
-@triton.jit
-def draw_from(heap, cls, chunk, words, free, need, salt):
-    """Promise the caller up to ``need`` slots in pages of a chunk whose page words were ``words``
-    and had ``free`` slots (blocks of 64): 2**k slots in each of some pages. Returns k and the
-    pages as a word of bits, 0 if other programs were faster."""
-    lane = tl.arange(0, 64)
-    # The largest k that gives enough, or else the one that gives most.
-    k = need * 0
-    fits = tl.full((), 0, tl.int64)
-    most = need * 0
-    step = floor_log2(tl.minimum(tl.max(free, axis=0), need))
-    while (step >= 0) & (most < need):
-        pages = lane_bits((free >> step) != 0)
-        better = (popcount(pages) << step) > most
-        k = tl.where(better, step, k)
-        fits = tl.where(better, pages, fits)
-        most = popcount(fits) << k
-        step -= 1
-    # As many pages as are needed, beginning anywhere, so that programs do not meet in the first.
-    choices = popcount(fits)
-    first = (fits & 0) + -1 << select_bit(fits, salt % choices).to(tl.int64)
-    wanted = tl.minimum(need >> k, choices)
-    after = fits & first
-    ahead = popcount(after)
-    last = select_bit(after, tl.minimum(wanted, ahead) - 1).to(tl.int64)
-    chosen = after & lsr((fits & 0) - 1, 63 - last)
-    if wanted > ahead:
-        before = fits & (first ^ -1)
-        last = select_bit(before, wanted - ahead - 1).to(tl.int64)
-        chosen = chosen | (before & lsr((fits & 0) - 1, 63 - last))
-    mine = (lsr(chosen, lane.to(tl.int64)) & 1) != 0
-    more = (words & 0) + 1 << k.to(tl.int64)
-    expected = tl.where(mine, words, 0)
-    enter_transit(heap)
-    ptr = page_word_ptr(heap, chunk * 64 + lane)
-    seen = atomic_cas(ptr, expected, tl.where(mine, words + more, 0))
-    won = lane_bits(mine & (seen == expected))
-    granted = popcount(won) << k
-    tl.atomic_add(heap + GRANTED + cls, granted.to(tl.int64), sem="relaxed")
-    leave_transit(heap, (granted > 0).to(tl.int32))
-    return k, won
-
-
-@triton.jit(noinline=True)
-def draw(heap, cls, need, looks, least):
-    """Draw up to ``need`` slots of class ``cls`` from detached pages of a chunk that has at least
-    ``least`` (all int32). Returns (place, pages).
-
-    ``pages`` is a word of bits; place is a stripe word without a batch: its page is the first of
-    the chunk that the bits count from, and in each page set the caller has 2**credits slots.
-    pages = 0: nothing was found. At most ``looks`` hinted chunks are looked at; with 0 all are,
-    and hints that lead to nothing are dropped. First fit by address, but over some candidates,
-    half as many as the launch has programs, so that these do not meet on the same page words.
-    """
-    lane = tl.arange(0, 64)
-    row = ORDERS + cls
-    salt = mix(program_index())
-    slots = class_slots(cls)
-    place = tl.full((), 0, tl.int64)
-    pages = tl.full((), 0, tl.int64)
-    left = tl.where(looks == 0, FAR, looks)
-    width = tl.maximum(program_count() >> 1, 16)
-    words = load_geometry(heap, G_ROW_WORDS).to(tl.int32)
-    front = tl.minimum((tl.minimum(width, 1 << 16) >> 6) + 1, words)  # where to look first
-    start = one_of(front, salt >> 10)
-    while left > 0:
-        index, hints = first_hinted(heap, row, start)
-        if index != FAR:
-            chunk = index * 64 + hinted_chunk(hints, width, salt)
-            states = atomic_load(page_word_ptr(heap, chunk * 64 + lane))
-            free = free_slots(states, cls, slots)
-            if tl.sum(free, axis=0) >= least:
-                k, pages = draw_from(heap, cls, chunk, states, free, need, salt)
-                place = tl.where(pages != 0, pack_stripe(chunk * 64, k * 0, k), 0)
-            elif looks == 0:
-                unpublish(heap, cls, chunk)
-            salt = mix(salt)
-            left = tl.where(pages != 0, 0, left - 1)
-            start = one_of(front, salt >> 10)
-        else:
-            # Nothing from there on: all over from the front, or there is nothing at all.
-            left = tl.where(start > 0, left, 0)
-            start = start * 0
-    return place, pages
 
 
 # Searching ------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ KERNEL_LAYERS = [
     {"record", "lanes", "table"},
     {"payload"},
     {"pages", "live", "guards"},
+    {"detached"},
     {"slabs"},
     {"heap"},
     {"debug"},

@@ -7,12 +7,11 @@ Reads one JSON job from standard input. Writes one JSON object per line to stand
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from benchmarks.litmus.plan import Job
+from benchmarks.patches import prepare_worker
 
 
 def say(message: dict[str, object]) -> None:
@@ -53,12 +52,7 @@ def work(job: Job) -> None:
 
 def main() -> None:
     job = Job.from_dict(json.loads(sys.stdin.read()))
-    if job.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
-    if job.kernels:
-        from devalloc._locate_kernels import SiblingFolder
-
-        sys.meta_path.insert(0, SiblingFolder(Path(job.kernels).resolve()))
+    prepare_worker(job.device, job.kernels)
     work(job)
 
 

@@ -8,12 +8,11 @@ After a violation there is one row more, whose check says what was found, and th
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.patches import prepare_worker
 from benchmarks.stress.plan import Job, Stage
 
 if TYPE_CHECKING:
@@ -107,12 +106,7 @@ def compile_shapes(job: Job, device: torch.device) -> None:
 
 def main() -> None:
     job = Job.from_dict(json.loads(sys.stdin.read()))
-    if job.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
-    if job.kernels:
-        from devalloc._locate_kernels import SiblingFolder
-
-        sys.meta_path.insert(0, SiblingFolder(Path(job.kernels).resolve()))
+    prepare_worker(job.device, job.kernels)
     sys.exit(work(job))
 
 

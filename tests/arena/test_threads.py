@@ -11,6 +11,7 @@ import gc
 import random
 import sys
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -63,24 +64,30 @@ class Worker(threading.Thread):
             self.cache.free(address)
 
 
-def stress(policy: str, steps: int, failing: float) -> None:
-    source = NumberSource(capacity=2000 * MIB, failing=failing, seed=1)
-    cache = Cache(source, policy, share_streams=policy == "torch")
-    owners: dict[int, int] = {}
-    workers = [Worker(cache, owners, seed, steps) for seed in range(THREADS)]
+def run_audited(workers: Sequence[Worker | ArenaWorker], caches: Sequence[Cache]) -> None:
+    """Run threads to their end, which take turns often, and audit the caches all the while."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         for worker in workers:
             worker.start()
         while any(worker.is_alive() for worker in workers):
-            cache.audit()
+            for cache in caches:
+                cache.audit()
             for worker in workers:
                 worker.join(0.1)
     finally:
         sys.setswitchinterval(interval)
     for worker in workers:
         assert worker.error is None, f"seed {worker.seed}: {worker.error!r}"
+
+
+def stress(policy: str, steps: int, failing: float) -> None:
+    source = NumberSource(capacity=2000 * MIB, failing=failing, seed=1)
+    cache = Cache(source, policy, share_streams=policy == "torch")
+    owners: dict[int, int] = {}
+    workers = [Worker(cache, owners, seed, steps) for seed in range(THREADS)]
+    run_audited(workers, [cache])
     failures = sum(worker.failures for worker in workers)
     assert (source.failures > 0) == bool(failing)
     assert failing or failures == 0
@@ -177,20 +184,7 @@ def arena_stress(steps: int, failing: float) -> None:
         for source, policy in zip(sources, ("torch", "frugal"), strict=True)
     ]
     workers = [ArenaWorker(arenas, seed, steps) for seed in range(THREADS)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for worker in workers:
-            worker.start()
-        while any(worker.is_alive() for worker in workers):
-            for arena in arenas:
-                arena.cache.audit()
-            for worker in workers:
-                worker.join(0.1)
-    finally:
-        sys.setswitchinterval(interval)
-    for worker in workers:
-        assert worker.error is None, f"seed {worker.seed}: {worker.error!r}"
+    run_audited(workers, [arena.cache for arena in arenas])
     assert (sum(worker.failures for worker in workers) > 0) == bool(failing)
     gc.collect()
     for arena, source in zip(arenas, sources, strict=True):

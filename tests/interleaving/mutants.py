@@ -18,6 +18,13 @@ class Mutant:
     scenario: str
 
 
+RELEASE_RUN = """\
+    enter_transit(heap)
+    count_given(heap, n)
+    give_run(heap, page, n)
+    leave_transit(heap, n * 0 + 1)
+"""
+
 ALL = (
     Mutant(
         name="dropped_hint_stays_dropped",
@@ -80,7 +87,7 @@ ALL = (
     ),
     Mutant(
         name="retired_without_winning",
-        file="slabs.py",
+        file="detached.py",
         old="retired = retired | (idle & won)",
         new="retired = retired | idle",
         breaks="a page is given back although its word changed before it could be retired",
@@ -148,7 +155,7 @@ ALL = (
     ),
     Mutant(
         name="class_hint_stays_dropped",
-        file="slabs.py",
+        file="detached.py",
         old="""\
     if again != 0:
         tl.atomic_or(hint, bit, sem="relaxed")
@@ -159,7 +166,7 @@ ALL = (
     ),
     Mutant(
         name="drawn_without_winning",
-        file="slabs.py",
+        file="detached.py",
         old="won = lane_bits(mine & (seen == expected))",
         new="won = lane_bits(mine)",
         breaks="a page is drawn although its word changed: its slots have two accounts",
@@ -183,7 +190,7 @@ ALL = (
     ),
     Mutant(
         name="drawn_but_not_accounted",
-        file="slabs.py",
+        file="detached.py",
         old="seen = atomic_cas(ptr, expected, tl.where(mine, words + more, 0))",
         new="seen = atomic_cas(ptr, expected, tl.where(mine, words + more * 0, 0))",
         breaks="slots that were drawn are still free in the account of their page",
@@ -191,7 +198,7 @@ ALL = (
     ),
     Mutant(
         name="hidden_page_stays_hidden",
-        file="slabs.py",
+        file="detached.py",
         old="published = published | (hidden & won)",
         new="published = published | (hidden & won & (won == 0))",
         breaks="a page that says it is published has no hint",
@@ -256,12 +263,7 @@ ALL = (
     Mutant(
         name="run_returns_unannounced",
         file="pages.py",
-        old="""\
-    enter_transit(heap)
-    count_given(heap, n)
-    give_run(heap, page, n)
-    leave_transit(heap, n * 0 + 1)
-""",
+        old=RELEASE_RUN,
         new="""\
     count_given(heap, n)
     give_run(heap, page, n)
@@ -280,12 +282,7 @@ ALL = (
     Mutant(
         name="hints_of_another_give",
         file="pages.py",
-        old="""\
-    enter_transit(heap)
-    count_given(heap, n)
-    give_run(heap, page, n)
-    leave_transit(heap, n * 0 + 1)
-""",
+        old=RELEASE_RUN,
         new="""\
     count_given(heap, n)
     give_run(heap, page, n)
