@@ -30,6 +30,8 @@ assert kernels is da
 assert type(da.malloc).__name__ == "InterpretedFunction", type(da.malloc)
 missing = [name for name in devalloc.__all__ if not hasattr(devalloc, name)]
 assert not missing, missing
+from importlib.resources import files
+assert files("devalloc.interop").joinpath("bridge.c").is_file(), "what is compiled at run time"
 print(os.path.dirname(devalloc.__file__))
 print(os.path.dirname(da.__file__))
 """
@@ -106,6 +108,15 @@ def test_wheel(checkout: Path, environment: Environment, elsewhere: Path) -> Non
     foreign = environment.packages / "kernels"
     foreign.mkdir()
     (foreign / "__init__.py").write_text("raise ImportError('not ours')\n")
+    package = environment.packages / "devalloc"
+    assert environment.probe(elsewhere) == (package, package / "kernels")
+
+
+def test_source_distribution(checkout: Path, environment: Environment, elsewhere: Path) -> None:
+    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", build, elsewhere, cwd=checkout)
+    (archive,) = elsewhere.glob("devalloc-*.tar.gz")
+    environment.install(archive, cwd=elsewhere)
     package = environment.packages / "devalloc"
     assert environment.probe(elsewhere) == (package, package / "kernels")
 

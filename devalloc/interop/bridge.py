@@ -1,0 +1,86 @@
+"""Python functions as the C functions that PyTorch's allocators are made of.
+
+PyTorch frees a tensor also while a Python exception is pending: when an operation on a temporary
+fails, the interpreter drops the temporary before anybody handles the error. Functions of ctypes
+cannot serve then. Python code that runs with an exception set fails at its first call into C, so
+that the block is lost, and what ctypes makes of that replaces the exception that was on its way.
+So the functions are real ones, in ``bridge.c``, which sets the exception aside and puts it back.
+
+It is compiled at run time, when it is first needed, by what Triton compiles its launchers with, and
+kept in Triton's cache: whoever launches kernels on a GPU has all that it takes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sysconfig
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from devalloc.errors import DevallocError
+
+
+class Functions(NamedTuple):
+    """Addresses of C functions, with what PyTorch passes to them."""
+
+    malloc: int
+    """``void *(size_t nbytes, int device, cudaStream_t stream)``"""
+    free: int
+    """``void (void *address, size_t nbytes, int device, cudaStream_t stream)``"""
+    record_stream: int
+    """``void (void *address, cudaStream_t stream)``"""
+    reset: int
+    """``void (void)``"""
+
+
+def _compile(name: str) -> ModuleType:
+    """A copy of the C module of its own, which holds one set of callables."""
+    source = resources.files(__package__).joinpath("bridge.c").read_text()
+    try:
+        from triton.runtime.build import compile_module_from_src
+
+        return compile_module_from_src(source.replace("devalloc_bridge", name), name)
+    except Exception as error:  # whatever Triton, a compiler of the user's, or the loader raises
+        folder = Path(sysconfig.get_config_var("INCLUDEPY"))
+        missing = "" if (folder / "Python.h").exists() else f"; there is no Python.h in {folder}"
+        raise DevallocError(
+            f"the C functions for PyTorch could not be compiled: {error}{missing}. Triton compiles "
+            "them, as it does its launchers: with CC, or else gcc or clang, and the headers of "
+            "Python (python3-dev)"
+        ) from error
+
+
+def connect(
+    purpose: str,
+    malloc: Callable[[int, int, int], int],
+    free: Callable[[int, int, int, int], None],
+    record_stream: Callable[[int, int], None] | None = None,
+    reset: Callable[[], None] | None = None,
+) -> Functions:
+    """C functions that call these callables, once for each purpose in a process.
+
+    The callables get the C functions' arguments as integers, NULL as 0, on the calling thread with
+    the GIL and no exception pending. They should not raise: what they raise is passed to
+    ``sys.unraisablehook``, and `malloc` then returned NULL. Functions without a callable are not to
+    be called.
+
+    The functions may be called until the process is gone. From `atexit` on they do nothing and
+    return NULL, without the GIL: the driver takes everything back.
+
+    Parameters
+    ----------
+    purpose
+        Part of a C identifier.
+
+    Raises
+    ------
+    DevallocError
+        If the C module cannot be compiled or loaded.
+    """
+    module = _compile(f"devalloc_bridge_{purpose}")
+    addresses = module.connect(malloc, free, record_stream, reset)
+    atexit.register(module.disconnect)
+    return Functions(*addresses)
