@@ -135,6 +135,9 @@ class Arena:
         InvalidArgument
             If CUDA is in use by PyTorch already, if there is an arena for this device, or as of
             `Arena`; also if there is no CUDA device.
+        DevallocError
+            If this PyTorch has no pluggable allocators, or the callbacks cannot be compiled: they
+            need the C compiler and the headers of Python that Triton needs.
         """
         from devalloc.interop import pluggable
 
@@ -384,6 +387,8 @@ class Arena:
             For a closed arena, if `use` is active on another thread or for another arena, after
             `install`, or for a source other than ``"cuda"`` and ``"async"``: adaptors could wait
             for locks.
+        DevallocError
+            If this PyTorch has no pools, or the callbacks cannot be compiled, as for `install`.
         torch.OutOfMemoryError
             From PyTorch, when limit or source refuse a segment; its cause is the arena's error.
         """

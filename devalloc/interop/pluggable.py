@@ -13,22 +13,18 @@ the process has on the GPU. So the arena's own error, which says why, is shown a
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import sys
 import warnings
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from devalloc.errors import DevallocError, InvalidArgument
-from devalloc.interop import pytorch
+from devalloc.interop import bridge, pytorch
 
 if TYPE_CHECKING:
     from devalloc.cache import Cache
-
-_RECORD = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
-_RESET = ctypes.CFUNCTYPE(None)
 
 
 class AllocationWarning(RuntimeWarning):
@@ -41,8 +37,7 @@ class _Installed:
     def __init__(self) -> None:
         self.caches: dict[int, Cache] = {}
         self.allocator: Any = None
-        self.keep: list[Any] = []
-        self.exiting = False
+        self.owners: list[object] = []
 
 
 _INSTALLED = _Installed()
@@ -66,31 +61,30 @@ def _cache_of(device: int) -> Cache:
     return cache
 
 
-def _allocate(nbytes: int, device: int, stream: int | None) -> int:
+def _allocate(nbytes: int, device: int, stream: int) -> int:
     """For PyTorch: an address, or 0. Never raises."""
     try:
-        return 0 if _INSTALLED.exiting else _cache_of(device).malloc(nbytes, stream or 0)
+        return _cache_of(device).malloc(nbytes, stream)
     except BaseException as error:
         _warn(error)
         return 0
 
 
-def _free(address: int | None, nbytes: int, device: int, stream: int | None) -> None:
+def _free(address: int, nbytes: int, device: int, stream: int) -> None:
     """For PyTorch: give memory back. Never raises."""
     try:
-        # At the end of the process the driver takes everything back.
-        if address is not None and not _INSTALLED.exiting:
+        if address != 0:
             _cache_of(device).free(address)
     except BaseException as error:
         _warn(error)
 
 
-def _record_stream(address: int | None, stream: int | None) -> None:
+def _record_stream(address: int, stream: int) -> None:
     """For ``Tensor.record_stream``. Never raises."""
     try:
         for cache in _INSTALLED.caches.values():
-            if address is not None and cache.owns(address):
-                cache.record_stream(address, stream or 0)
+            if address != 0 and cache.owns(address):
+                cache.record_stream(address, stream)
     except BaseException as error:
         _warn(error)
 
@@ -104,15 +98,20 @@ def _reset() -> None:
         _warn(error)
 
 
-def _hook(allocator: Any, name: str, function: Any) -> None:
+@cache
+def functions() -> bridge.Functions:
+    """The callbacks as C functions. Cached: they live as long as the process."""
+    return bridge.connect("install", _allocate, _free, _record_stream, _reset)
+
+
+def _hook(allocator: Any, name: str, function: int) -> None:
     set_hook = getattr(allocator, name, None)
     if set_hook is None:
         raise DevallocError(
             f"PyTorch {torch.__version__} cannot tell an allocator what it needs to know: {name} "
             "is missing; use a CUDA build from 2.11 on"
         )
-    _INSTALLED.keep.append(function)
-    set_hook(ctypes.cast(function, ctypes.c_void_p).value)
+    set_hook(function)
 
 
 def replace_allocator() -> None:
@@ -123,7 +122,7 @@ def replace_allocator() -> None:
     InvalidArgument
         If PyTorch has initialised CUDA: its own allocator is in use then.
     DevallocError
-        If this PyTorch has no pluggable allocators.
+        If this PyTorch has no pluggable allocators, or the C functions cannot be compiled.
     """
     if _INSTALLED.allocator is not None:
         return
@@ -132,17 +131,11 @@ def replace_allocator() -> None:
             "PyTorch has initialised CUDA, and its allocator cannot be changed any more; call "
             "Arena.install() before anything uses the GPU, or route allocations with Arena.use()"
         )
-    functions = pytorch.ALLOCATE(_allocate), pytorch.FREE(_free)
-    allocator = pytorch.custom_allocator(*functions)
-    _hook(allocator, "set_record_stream_fn", _RECORD(_record_stream))
-    _hook(allocator, "set_reset_fn", _RESET(_reset))
+    allocator = pytorch.custom_allocator(functions())
+    _hook(allocator, "set_record_stream_fn", functions().record_stream)
+    _hook(allocator, "set_reset_fn", functions().reset)
     torch._C._cuda_changeCurrentAllocator(allocator)
-    _INSTALLED.keep += functions
     _INSTALLED.allocator = allocator
-
-    @atexit.register
-    def stop() -> None:
-        _INSTALLED.exiting = True
 
 
 def installed() -> bool:
@@ -156,5 +149,5 @@ def serve(cache: Cache, owner: object) -> None:
     index = cache.source.device.index
     if index in _INSTALLED.caches:
         raise InvalidArgument(f"an arena is installed for {cache.source.device} already")
-    _INSTALLED.keep.append(owner)
+    _INSTALLED.owners.append(owner)
     _INSTALLED.caches[index] = cache

@@ -15,8 +15,6 @@ at a time may be inside `Pool.use`, and pools are made and dropped under the sam
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,14 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from devalloc.errors import DevallocError, InvalidArgument, OutOfMemory
+from devalloc.interop import bridge
 from devalloc.sources import AsyncSource, CudaSource, cudart
 
 if TYPE_CHECKING:
     from devalloc.cache import Cache
     from devalloc.cache.outside import Outside
-
-ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
 # For a callback of another thread, which is short, to end; use() itself is not waited for.
 _CLAIM_WAIT_S = 0.1
@@ -49,17 +45,16 @@ class _Process:
         self.failure: BaseException | None = None
         self.givers: dict[int, Outside] = {}
         self.forsaken: list[Any] = []
-        self.exiting = False
 
 
 _PROCESS = _Process()
 
 
-def _allocate(nbytes: int, device: int, stream: int | None) -> int:
+def _allocate(nbytes: int, device: int, stream: int) -> int:
     """For PyTorch: a segment from whoever is active, or 0. Never raises."""
     try:
         outside = _PROCESS.active
-        if outside is None or _PROCESS.exiting:
+        if outside is None:
             return 0
         address = outside.allocate(nbytes)
         _PROCESS.givers[address] = outside
@@ -70,11 +65,10 @@ def _allocate(nbytes: int, device: int, stream: int | None) -> int:
         return 0
 
 
-def _free(address: int | None, nbytes: int, device: int, stream: int | None) -> None:
+def _free(address: int, nbytes: int, device: int, stream: int) -> None:
     """For PyTorch: give a segment back. Never raises."""
     try:
-        # At the end of the process the driver takes everything back.
-        if address is None or _PROCESS.exiting:
+        if address == 0:
             return
         # With the claim a finalizer that interrupts cannot drop a pool in the midst of PyTorch's.
         alone = _PROCESS.claim.acquire(blocking=False)
@@ -88,31 +82,26 @@ def _free(address: int | None, nbytes: int, device: int, stream: int | None) -> 
 
 
 @cache
-def callbacks() -> tuple[Any, Any]:
-    """The two C functions for PyTorch. Cached: they live as long as the process."""
-
-    @atexit.register
-    def stop() -> None:
-        _PROCESS.exiting = True
-
-    return ALLOCATE(_allocate), FREE(_free)
+def functions() -> bridge.Functions:
+    """The callbacks as C functions. Cached: they live as long as the process."""
+    return bridge.connect("use", _allocate, _free)
 
 
-def custom_allocator(allocate: Any, free: Any) -> Any:
-    """PyTorch's object over two C functions, of the types `ALLOCATE` and `FREE`."""
+def custom_allocator(functions: bridge.Functions) -> Any:
+    """PyTorch's object over C functions for malloc and free."""
     make = getattr(torch._C, "_cuda_customAllocator", None)
     if make is None or not hasattr(torch.cuda, "MemPool"):
         raise DevallocError(
             f"PyTorch {torch.__version__} cannot take segments from others: it has no "
             "torch._C._cuda_customAllocator or torch.cuda.MemPool; use a CUDA build from 2.11 on"
         )
-    return make(*(ctypes.cast(function, ctypes.c_void_p).value for function in (allocate, free)))
+    return make(functions.malloc, functions.free)
 
 
 @cache
 def _torch_allocator() -> Any:
     """PyTorch's object over the callbacks, which lives as long as they do."""
-    return custom_allocator(*callbacks())
+    return custom_allocator(functions())
 
 
 @contextmanager

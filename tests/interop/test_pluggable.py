@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import sys
 import warnings
@@ -14,10 +13,11 @@ import torch
 
 from devalloc import Arena, InvalidArgument
 from devalloc.cache import Cache
-from devalloc.interop import pluggable, pytorch
+from devalloc.interop import pluggable
 from devalloc.interop.pluggable import AllocationWarning
 from devalloc.sources import SimulatedSource
 from tests.arena.support import MIB, FakeStreams
+from tests.interop.support import called
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,45 +32,37 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cache]:
     state.caches[3].audit()
 
 
-def in_c(kind: type, function: object) -> object:
-    """As C code calls it: through an address."""
-    keep = kind(function)
-    call = kind(ctypes.cast(keep, ctypes.c_void_p).value)
-    call.keep = keep
-    return call
-
-
 def test_tensors_are_blocks(engine: Cache) -> None:
-    allocate = in_c(pytorch.ALLOCATE, pluggable._allocate)
-    free = in_c(pytorch.FREE, pluggable._free)
-    address = allocate(30 * MIB, 3, 7)  # type: ignore[operator]
+    allocate, free, _, reset = called(pluggable.functions)
+    address = allocate(30 * MIB, 3, 7)
     (segment,) = engine.snapshot()["segments"]  # type: ignore[misc]
     assert (segment["address"], segment["stream"]) == (address, 7)
-    assert allocate(0, 3, 7) is None  # type: ignore[operator]
-    free(None, 0, 3, 7)  # type: ignore[operator]
-    free(address, 30 * MIB, 3, 7)  # type: ignore[operator]
+    assert allocate(0, 3, 7) is None
+    free(None, 0, 3, 7)
+    free(address, 30 * MIB, 3, 7)
     assert engine.stats()["allocation.all.current"] == 0
     assert engine.reserved == 30 * MIB
-    in_c(pluggable._RESET, pluggable._reset)()  # type: ignore[operator]
+    reset()
     assert engine.reserved == 0
 
 
 def test_recorded_streams_defer_the_free(engine: Cache) -> None:
-    address = pluggable._allocate(30 * MIB, 3, None)
-    record = in_c(pluggable._RECORD, pluggable._record_stream)
-    record(address, 9)  # type: ignore[operator]
-    record(12345, 9)  # type: ignore[operator]
-    pluggable._free(address, 30 * MIB, 3, None)
+    allocate, free, record, _ = called(pluggable.functions)
+    address = allocate(30 * MIB, 3, None)
+    record(address, 9)
+    record(12345, 9)
+    record(None, 9)
+    free(address, 30 * MIB, 3, None)
     assert engine.stats()["active.all.current"] == 1, "stream 9 still uses it"
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: pluggable._allocate(65 * MIB, 3, None), "OutOfMemory: .*limit of 64 MiB"),
-        (lambda: pluggable._allocate(1, 4, None), r'install\(device="cuda:4"\)'),
-        (lambda: pluggable._free(12345, 1, 3, None), "InvalidFree"),
-        (lambda: pluggable._free(12345, 1, 4, None), "no arena was installed"),
+        (lambda: pluggable._allocate(65 * MIB, 3, 0), "OutOfMemory: .*limit of 64 MiB"),
+        (lambda: pluggable._allocate(1, 4, 0), r'install\(device="cuda:4"\)'),
+        (lambda: pluggable._free(12345, 1, 3, 0), "InvalidFree"),
+        (lambda: pluggable._free(12345, 1, 4, 0), "no arena was installed"),
     ],
 )
 def test_what_goes_wrong_is_shown_and_never_raised(
@@ -86,19 +78,11 @@ def test_what_goes_wrong_is_shown_and_never_raised(
     assert engine.snapshot() == before
 
 
-def test_nothing_is_touched_when_the_process_ends(engine: Cache) -> None:
-    address = pluggable._allocate(MIB, 3, None)
-    pluggable._INSTALLED.exiting = True
-    pluggable._free(address, MIB, 3, None)
-    assert pluggable._allocate(MIB, 3, None) == 0
-    assert engine.stats()["allocation.all.current"] == 1
-
-
 def test_one_arena_for_each_device(engine: Cache) -> None:
     with pytest.raises(InvalidArgument, match="already"):
         pluggable.serve(_on(3), None)
     pluggable.serve(_on(4), None)
-    assert pluggable._allocate(MIB, 4, None)
+    assert pluggable._allocate(MIB, 4, 0)
     assert engine.stats()["allocation.all.current"] == 0
 
 
@@ -114,15 +98,6 @@ def test_too_late_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         pluggable.replace_allocator()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_there_is_nothing_to_replace() -> None:
-    with pytest.raises(InvalidArgument, match="no CUDA device"):
-        Arena.install()
-
-
-# On a GPU -----------------------------------------------------------------------------------------
-
-
 def run(program: str) -> tuple[str, str]:
     """What a process says that ends well: standard output and error."""
     done = subprocess.run(
@@ -132,6 +107,44 @@ def run(program: str) -> tuple[str, str]:
     assert done.returncode == 0, done.stderr
     assert "Exception ignored" not in done.stderr
     return done.stdout, done.stderr
+
+
+UNCOMPILED = """
+import os, tempfile
+os.environ.update(CC="/nowhere/cc", TRITON_CACHE_DIR=tempfile.mkdtemp())
+import torch, devalloc
+from devalloc.interop import pluggable, pytorch
+for needs_functions in (pluggable.replace_allocator, pytorch._torch_allocator):
+    try:
+        needs_functions()
+    except devalloc.DevallocError as error:
+        print("/nowhere/cc" in str(error))
+assert not pluggable.installed()
+if torch.cuda.is_available():
+    arena = devalloc.Arena()
+    for change in (arena.use().__enter__, devalloc.Arena.install):
+        try:
+            change()
+        except devalloc.DevallocError:
+            pass
+        else:
+            raise AssertionError
+    assert torch.ones(5, device="cuda").sum() + arena.empty(5).fill_(1).sum() == 10
+    assert torch.cuda.memory_allocated() > 0, "another allocator could not say"
+"""
+
+
+def test_without_a_compiler_nothing_changes() -> None:
+    assert run(UNCOMPILED)[0] == "True\nTrue\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_nothing_to_replace() -> None:
+    with pytest.raises(InvalidArgument, match="no CUDA device"):
+        Arena.install()
+
+
+# On a GPU -----------------------------------------------------------------------------------------
 
 
 TRAIN = """
@@ -237,6 +250,44 @@ assert kept.sum() == 1000, "no kernel has touched what is missing"
 assert torch.zeros(30 << 20, dtype=torch.uint8, device="cuda").sum() == 0
 """
 
+FAILING = """
+import torch, devalloc
+arena = devalloc.Arena.install(limit="64MiB")
+a = torch.ones(1000, device="cuda")
+(a + 1).sum().item()
+before = arena.stats()["allocation.all.current"]
+for fail in (
+    lambda: (a + 1).reshape(3, 7),
+    lambda: (a + 1) + torch.ones(3, device="cuda"),
+    lambda: (a + 1)[2000],
+):
+    for _ in range(3):
+        try:
+            fail()
+        except (RuntimeError, IndexError) as error:
+            print(type(error).__name__, error)
+        else:
+            raise AssertionError
+    assert arena.stats()["allocation.all.current"] == before
+arena.cache.audit()
+assert (a + 1).sum().item() == 2000
+"""
+
+SPENT = """
+import os, torch, devalloc
+arena = devalloc.Arena.install(limit="64MiB")
+before = arena.stats()["allocation.all.current"]
+try:
+    torch.zeros(30 << 20, dtype=torch.uint8, device="cuda").sum()  # as int64: another 240 MiB
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    print("raised", error)
+arena.cache.audit()
+assert arena.stats()["allocation.all.current"] == before
+print("counted", arena.stats()["num_ooms"], flush=True)
+os._exit(0)  # if the context is lost, nothing of it can be given back in order
+"""
+
 TOUCHED = """
 import os, torch, devalloc
 arena = devalloc.Arena.install(limit="64MiB")
@@ -269,6 +320,24 @@ def test_on_the_gpu_running_out_is_shown_and_gives_no_memory() -> None:
     assert said == "at 0\nat 0\n"
     assert "AllocationWarning: OutOfMemory" in warned
     assert "limit of 64 MiB" in warned
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_operations_that_fail_on_temporaries_say_why_and_leak_nothing() -> None:
+    """Their blocks come back while the error is on its way."""
+    said, warned = run(FAILING)
+    assert said.count("RuntimeError shape '[3, 7]' is invalid for input of size 1000\n") == 3
+    assert said.count("RuntimeError The size of tensor a (1000) must match") == 3
+    assert said.count("IndexError index 2000 is out of bounds") == 3
+    assert "AllocationWarning" not in warned
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_a_temporary_returns_when_memory_ran_out() -> None:
+    said, warned = run(SPENT)
+    assert said.startswith("raised")
+    assert said.endswith("counted 1\n")
+    assert "AllocationWarning: OutOfMemory" in warned
 
 
 @pytest.mark.gpu

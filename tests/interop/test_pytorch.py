@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import subprocess
 import sys
@@ -18,19 +17,13 @@ from devalloc.cache import Cache
 from devalloc.interop import pytorch
 from devalloc.sources import CudaSource, SimulatedSource
 from tests.arena.support import MIB
+from tests.interop.support import called, require_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def in_c() -> tuple[object, object]:
-    """The callbacks as C code sees them: two addresses."""
-    kinds = (pytorch.ALLOCATE, pytorch.FREE)
-    addresses = [ctypes.cast(f, ctypes.c_void_p).value for f in pytorch.callbacks()]
-    return tuple(kind(at) for kind, at in zip(kinds, addresses, strict=True))  # type: ignore
-
-
 def test_callbacks_serve_who_is_active_and_return_to_who_gave() -> None:
-    allocate, free = in_c()
+    allocate, free, *_ = called(pytorch.functions)
     apart = SimulatedSource()
     apart.allocate(100 * MIB)  # or both would give the same addresses
     first, second = Cache(SimulatedSource()), Cache(apart)
@@ -38,36 +31,36 @@ def test_callbacks_serve_who_is_active_and_return_to_who_gave() -> None:
     for engine in (first, second):
         with pytorch.claimed() as alone, pytorch.active(engine.outside):
             assert alone
-            addresses.append(allocate(20 * MIB, 0, None))  # type: ignore[operator]
+            addresses.append(allocate(20 * MIB, 0, None))
     assert all(addresses)
-    assert allocate(MIB, 0, None) is None, "nobody is active"  # type: ignore[operator]
+    assert allocate(MIB, 0, None) is None, "nobody is active"
     assert first.outside.held == second.outside.held == 20 * MIB
-    free(addresses[0], 20 * MIB, 0, None)  # type: ignore[operator]
+    free(addresses[0], 20 * MIB, 0, None)
     assert (first.outside.held, second.outside.held) == (0, 20 * MIB)
-    free(addresses[1], 20 * MIB, 0, None)  # type: ignore[operator]
+    free(addresses[1], 20 * MIB, 0, None)
     assert second.outside.held == 0
 
 
 def test_callbacks_never_raise(capfd: pytest.CaptureFixture[str]) -> None:
-    allocate, free = in_c()
+    allocate, free, *_ = called(pytorch.functions)
     engine = Cache(SimulatedSource(), limit=2 * MIB)
     with pytorch.claimed(), pytorch.active(engine.outside):
-        assert allocate(4 * MIB, 0, None) is None  # type: ignore[operator]
-        free(12345, 1, 0, None)  # type: ignore[operator]
-        free(None, 0, 0, None)  # type: ignore[operator]
+        assert allocate(4 * MIB, 0, None) is None
+        free(12345, 1, 0, None)
+        free(None, 0, 0, None)
     assert engine.outside.reserved == 0
     assert capfd.readouterr().err == "", "an ignored exception would be printed"
 
 
 def test_the_cause_of_pytorchs_error_is_ours() -> None:
-    allocate, _ = in_c()
+    allocate, *_ = called(pytorch.functions)
     engine = Cache(SimulatedSource(), limit=2 * MIB)
     with (  # noqa: PT012
         pytest.raises(torch.OutOfMemoryError) as caught,
         pytorch.claimed(),
         pytorch.active(engine.outside),
     ):
-        allocate(4 * MIB, 0, None)  # type: ignore[operator]
+        allocate(4 * MIB, 0, None)
         raise torch.OutOfMemoryError("as PyTorch would")
     assert isinstance(caught.value.__cause__, OutOfMemory)
     assert "limit of 2 MiB" in str(caught.value.__cause__)
@@ -78,15 +71,15 @@ def test_ctrl_c_in_a_callback_arrives_afterwards() -> None:
         def allocate(self, nbytes: int, stream: int | None = None) -> int:
             raise KeyboardInterrupt
 
-    allocate, _ = in_c()
+    allocate, *_ = called(pytorch.functions)
     engine = Cache(Interrupted())
     with pytest.raises(KeyboardInterrupt), pytorch.claimed(), pytorch.active(engine.outside):
-        assert allocate(MIB, 0, None) is None  # type: ignore[operator]
+        assert allocate(MIB, 0, None) is None
     assert engine.outside.reserved == 0
 
 
 def test_callbacks_wait_for_no_lock_of_the_engine() -> None:
-    allocate, free = in_c()
+    allocate, free, *_ = called(pytorch.functions)
     engine = Cache(SimulatedSource())
     inside, leave = threading.Event(), threading.Event()
 
@@ -102,7 +95,7 @@ def test_callbacks_wait_for_no_lock_of_the_engine() -> None:
 
     def call() -> None:
         with pytorch.claimed(), pytorch.active(engine.outside):
-            free(allocate(MIB, 0, None), MIB, 0, None)  # type: ignore[operator]
+            free(allocate(MIB, 0, None), MIB, 0, None)
         done.set()
 
     caller = threading.Thread(target=call)
@@ -132,6 +125,7 @@ def test_one_thread_claims() -> None:
 
 @pytest.mark.skipif(hasattr(torch._C, "_cuda_customAllocator"), reason="this PyTorch can")
 def test_a_pytorch_that_cannot_says_so() -> None:
+    require_compiler()
     with pytest.raises(DevallocError, match="cannot take segments from others"):
         pytorch._torch_allocator()
 
