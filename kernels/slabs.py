@@ -95,6 +95,7 @@ POLLS = tl.constexpr(256)
 WAITS = tl.constexpr(4)
 WHOLE_PAGES = tl.constexpr(4)  # who can fill so many pages at once gets pages of its own
 DRY_PAGES = tl.constexpr(2)  # or so many, if the stripe is dry
+SPARED = tl.constexpr(4)  # pages of a batch that gets a spare when half of it is used
 MAX_DEBT = tl.constexpr(1 << 30)
 REFILLING = tl.constexpr(-1)  # stripe word without a batch and below zero: somebody refills
 
@@ -311,6 +312,7 @@ def refill(heap, cls, need):
     everybody draws until somebody finds nothing.
     """
     ptr = own_stripe(heap, cls)
+    grows = need * 0
     enter_transit(heap)
     pages = tl.full((), 0, tl.int64)
     place = tl.atomic_xchg(ptr + SPARE, pages, sem="acquire")
@@ -330,6 +332,8 @@ def refill(heap, cls, need):
         place = old
         if stripe_credits(old) <= 0:
             place = renew(heap, cls, old)
+            # A short batch that is renewed and renewed never grows. It gets a spare instead.
+            grows = ((place != 0) & (batch < SPARED)).to(tl.int32)
             filling = is_filling(heap)
             if (place == 0) & (need > 0) & (filling | (batch > 0)):
                 # A busy stripe does not care for a few slots while there is plenty.
@@ -348,13 +352,15 @@ def refill(heap, cls, need):
     lost = tl.maximum(stripe_credits(old), 0) * (kept == 0).to(tl.int64)
     detach(heap, cls, pack_stripe(page + kept, batch - kept, lost))
     leave_transit(heap, need * 0 + 1)
+    if grows != 0:
+        prefetch(heap, cls)
     return place, pages
 
 
 @triton.jit(noinline=True)
 def prefetch(heap, cls):
     """Have a spare batch ready for the program's stripe of class ``cls`` (int32 scalar), whose
-    batch is half used; returns 0."""
+    batch is half used, or was renewed; returns 0."""
     ptr = own_stripe(heap, cls) + SPARE
     _page, batch = stripe_place(atomic_load(ptr - SPARE))
     if (atomic_load(ptr) == 0) & (batch > 0) & (is_filling(heap) == 0):
@@ -372,7 +378,7 @@ def half_used(word, slots, count):
     _page, batch = stripe_place(word)
     half = (batch * slots >> 1).to(tl.int64)
     credits = stripe_credits(word)
-    return (batch >= 4) & (credits >= half) & (credits - count < half)
+    return (batch >= SPARED) & (credits >= half) & (credits - count < half)
 
 
 @triton.jit
