@@ -156,7 +156,10 @@ def select(rows: list[Row], pattern: str, quick: bool) -> list[Row]:
         raise click.BadParameter(f"{pattern!r} is no regular expression: {error}") from error
     found = [row for row in rows if wanted.search(row.key)]
     if quick:
-        found = [row for row in found if row.name in plan.QUICK]
+        first: dict[tuple[str, str], Row] = {}  # the usual width comes first
+        for row in found:
+            first.setdefault((row.name, row.allocator), row)
+        found = [row for row in first.values() if row.name in plan.QUICK]
     if not found:
         raise click.BadParameter(f"no row matches {pattern!r}")
     return found
@@ -212,9 +215,9 @@ def main(
     device: str,
 ) -> None:
     """Measure the device heap; rows are written to a CSV file as they come."""
-    width = plan.WIDTHS[0] if quick else None
+    width = None
     if lanes or warps:
-        width = (lanes or plan.WIDTHS[0][0], warps or plan.WIDTHS[0][1])
+        width = (lanes or plan.WIDE[0], warps or plan.WIDE[1])
     names = tuple(plan.GROUPS) if "all" in groups else groups
     rows = [
         row if row.allocator in plan.BASELINES else replace(row, registers=registers)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.comparison import number, show
-from benchmarks.rows import HEAPS, WIDTHS
+from benchmarks.rows import HEAPS, is_usual
 
 FLAT = 1.5
 FULL = 3.0
@@ -36,14 +36,13 @@ class Check:
 
 
 class Times:
-    """Clean rows of the heap at the default width, warm, by name and operation."""
+    """Clean rows of the heap at their usual width, warm, by name and operation."""
 
     def __init__(self, rows: list[dict[str, str]]) -> None:
-        width = tuple(map(str, WIDTHS[0]))
         self.rows: dict[Key, dict[str, str]] = {
             (row["row"], row["op"]): row
             for row in rows
-            if (row["lanes"], row["warps"], row["registers"]) == (*width, "0")
+            if is_usual(row)
             and row["allocator"] in ("devalloc", "none")
             and row["state"] == "warm"
             and row["check"] == "ok"

@@ -16,7 +16,6 @@ from rich.console import Console
 from benchmarks import arena_tables, bench_arena, bench_order, checks, plots, replay_tables, tables
 from benchmarks.comparison import PEERS, TARGETS, Results, compare, peer_floor, show
 from benchmarks.results import RESULTS, ROOT, newest, read_rows
-from benchmarks.rows import WIDTHS
 
 DOCUMENT = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
@@ -76,16 +75,15 @@ def write_host_document(document: Path = HOST) -> None:
 @click.command("compare")
 @click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--write-docs", is_flag=True, help="Put tables and plots into the documents.")
-@click.option("--lanes", default=WIDTHS[0][0], show_default=True, help="Lanes per program.")
-@click.option("--warps", default=WIDTHS[0][1], show_default=True, help="Warps per program.")
-def main(files: tuple[Path, ...], write_docs: bool, lanes: int, warps: int) -> None:
+@click.option("--width", nargs=2, type=int, help="Lanes per program and warps of all rows.")
+def main(files: tuple[Path, ...], write_docs: bool, width: tuple[int, int] | None) -> None:
     """Show our rows beside the best peer's, the targets and the ceilings."""
     try:
         rows = merged(files or (newest(),))
     except FileNotFoundError as error:
         raise click.ClickException(str(error)) from error
     peers = read_rows(PEERS)
-    results = Results(rows, (lanes, warps), peer_floor(peers))
+    results = Results(rows, peer_floor(peers), width)
     lines = compare(results, peers, read_rows(TARGETS))
     about = tables.describe(rows, results, lines)
     tables.print_table(lines, about)

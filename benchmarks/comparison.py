@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.results import ROOT
-from benchmarks.rows import CHURN_ROUNDS
+from benchmarks.rows import CHURN_ROUNDS, is_usual
 
 PEERS = ROOT / "benchmarks" / "peers" / "h200.csv"
 TARGETS = ROOT / "benchmarks" / "targets.csv"
@@ -107,27 +107,34 @@ def peer_floor(peers: Iterable[dict[str, str]]) -> float:
 
 
 class Results:
-    """Our rows at one block width, made comparable.
+    """Our rows, each at one block width, made comparable.
 
     Parameters
     ----------
     rows : list of dict
         As read from a result file.
-    width : (int, int)
-        Lanes per program and warps of the rows that allocate by lane.
     floor : float
         The peers' empty kernel in ms.
+    width : (int, int), optional
+        Lanes per program and warps of the rows that allocate by lane, instead of the usual ones.
     """
 
     def __init__(
-        self, rows: list[dict[str, str]], width: tuple[int, int], floor: float = 0.0
+        self,
+        rows: list[dict[str, str]],
+        floor: float = 0.0,
+        width: tuple[int, int] | None = None,
     ) -> None:
-        lanes, warps = map(str, width)
+        def wanted(row: dict[str, str]) -> bool:
+            if width is None or row["lanes"] in ("1", "0"):
+                return is_usual(row)
+            asked = (row["lanes"], row["warps"]) == tuple(map(str, width))
+            return asked and row["registers"] == "0"
+
         self.rows = {
             (row["row"], row["op"]): row
             for row in rows
-            if (row["lanes"] in ("1", "0") or (row["lanes"], row["warps"]) == (lanes, warps))
-            and row["registers"] == "0"
+            if wanted(row)
             and row["pattern"] != "scalar"
             and row["allocator"] in ("devalloc", "none")
             and row["state"] == "warm"

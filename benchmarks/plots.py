@@ -11,7 +11,7 @@ import matplotlib
 
 from benchmarks.comparison import number
 from benchmarks.results import ROOT, newest, read_rows
-from benchmarks.rows import WIDTHS
+from benchmarks.rows import is_usual
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -53,13 +53,11 @@ PLOT_LIST = (
 
 
 def series(rows: Rows, plot: Plot) -> Series:
-    """The points of each line; only clean rows at the default width."""
-    width = tuple(map(str, WIDTHS[0]))
+    """The points of each line; only clean rows at their usual width."""
     lines: dict[str, dict[float, float]] = {}
     for row in rows:
         usable = row["check"] == "ok" and row["failures"] == "0" and row["unit"] == "ms"
-        shape = (row["lanes"], row["warps"], row["registers"])
-        if not usable or shape != (*width, "0") or not plot.wanted(row):
+        if not usable or not is_usual(row) or not plot.wanted(row):
             continue
         name = f"{row['allocator']} {row['op']}"
         if row["state"] != "warm":

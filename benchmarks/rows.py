@@ -4,18 +4,20 @@ A row is a pattern, a size in bytes and a number of requests; ``thread-64-100000
 Patterns of the sweeps have one parameter more, ``fill-64-100000-95``. The name with the block
 width (lanes per program x warps), and with the limit of registers, the allocator and the state
 where they are not the usual ones, is the row's key: ``thread-64-1000000@128x1``,
-``cta-1024-4096@1x4r64``, ``thread-64-1024@128x1:cuda``, ``thread-64-1024@128x1:cold``. The same
+``cta-1024-4096@1x4r64``, ``thread-64-1024@32x1:cuda``, ``thread-64-1024@32x1:cold``. The same
 names are used by the peers' rows and by ``targets.csv``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-WIDTHS = ((128, 1), (256, 2), (512, 4))
-"""Lanes per program and warps that the ``target`` rows are measured at; the first is the default
-of all rows."""
+WIDTHS = ((32, 1), (128, 1), (256, 2), (512, 4))
+"""Lanes per program and warps at which some ``target`` rows are measured beside the usual one."""
+NARROW, WIDE = WIDTHS[:2]
+FEW = 16_384
+"""Up to so many requests, all of them run at once in narrow programs too."""
 
 LANE_PATTERNS = frozenset(
     {"empty", "store", "thread", "mixed", "churn", "write", "write_base", "oom", "frag"}
@@ -35,6 +37,24 @@ OOM_HEAP_BYTES = 1 << 30
 FILL_SLOTS = 1 << 24
 """Slots of the heap that ``fill`` and ``tail`` fill: 1 % of them are more than 100,000."""
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def usual_width(pattern: str, n: int) -> tuple[int, int]:
+    """Lanes per program and warps of a row, unless others are asked for: what serves it best.
+
+    Wide programs share more of the work, narrow ones are through it sooner. So few requests are
+    narrow, and sizes that are mixed, where lanes have little to share.
+    """
+    if pattern in SCALAR_WARPS:
+        return 1, SCALAR_WARPS[pattern]
+    return NARROW if n <= FEW or pattern in ("mixed", "frag") else WIDE
+
+
+def is_usual(row: Mapping[str, str]) -> bool:
+    """Whether a record, as in a result file, was measured at its usual width, if it has any."""
+    width = (int(row["lanes"]), int(row["warps"]))
+    usual = width[0] == 0 or width == usual_width(row["pattern"], int(row["n"]))
+    return usual and row["registers"] == "0"
 
 
 @dataclass(frozen=True)
@@ -125,13 +145,14 @@ def make(
     pattern: str,
     size: int,
     n: int,
-    width: tuple[int, int] = WIDTHS[0],
+    width: tuple[int, int] | None = None,
     param: int | None = None,
     allocator: str = "devalloc",
     state: str = "warm",
 ) -> Row:
-    """A row; scalar patterns ignore the width."""
-    lanes, warps = width if pattern in LANE_PATTERNS else (1, SCALAR_WARPS[pattern])
+    """A row, of its usual width if none is given; scalar patterns ignore the width."""
+    usual = usual_width(pattern, n)
+    lanes, warps = width if width and pattern in LANE_PATTERNS else usual
     if pattern in ("empty", "store", "write_base"):
         allocator = "none"
     return Row(pattern, size, n, lanes, warps, param, allocator, state)
@@ -153,7 +174,7 @@ FAST_FOR_CUDA = {16: 1_048_576, 32: 1_048_576, 64: 1_048_576, 128: 1_048_576, 25
 some never end."""
 
 
-def expand(plan: Plan, width: tuple[int, int] = WIDTHS[0], **options: str) -> list[Row]:
+def expand(plan: Plan, width: tuple[int, int] | None = None, **options: str) -> list[Row]:
     return [
         make(p, size, n, width, **options)
         for p, sizes, counts in plan
@@ -194,7 +215,7 @@ def target_rows(width: tuple[int, int] | None = None) -> list[Row]:
         ("frag", (4096,), (100_000,)),
     ]
     # (The first is the floor of the `warp` rows: so many programs of one warp, nothing in them.)
-    rows = [make("empty", 0, 100_000, (1, 1)), *expand(plan, width or WIDTHS[0])]
+    rows = [make("empty", 0, 100_000, (1, 1)), *expand(plan, width)]
     rows += baselines(rows)
     rows += expand([("latency", (64,), (1000,))], allocator="cuda")
     wide: Plan = [
@@ -203,39 +224,35 @@ def target_rows(width: tuple[int, int] | None = None) -> list[Row]:
         ("mixed", (64, 4096), (100_000,)),
         ("churn", (64,), (65_536,)),
     ]
-    for other in () if width else WIDTHS[1:]:
+    for other in () if width else WIDTHS:
         rows += expand(wide, other)
-    return rows
+    return list(dict.fromkeys(rows))
 
 
 def n_rows(width: tuple[int, int] | None = None) -> list[Row]:
     """Time against the number of requests, warm and cold."""
-    at = width or WIDTHS[0]
-    rows = expand([("thread", (64,), COUNTS), ("thread", (1024,), COUNTS[:-1])], at)
-    return [*rows, *expand([("thread", (64,), COUNTS)], at, state="cold"), *baselines(rows)]
+    rows = expand([("thread", (64,), COUNTS), ("thread", (1024,), COUNTS[:-1])], width)
+    return [*rows, *expand([("thread", (64,), COUNTS)], width, state="cold"), *baselines(rows)]
 
 
 def size_rows(width: tuple[int, int] | None = None) -> list[Row]:
     """Time against the size of a request."""
-    at = width or WIDTHS[0]
     small = tuple(size for size in SIZES if size <= 64 * KIB)
-    rows = expand([("thread", small, (100_000,)), ("thread", SIZES, (4096,))], at)
+    rows = expand([("thread", small, (100_000,)), ("thread", SIZES, (4096,))], width)
     return [*rows, *baselines(rows)]
 
 
 def fill_rows(width: tuple[int, int] | None = None) -> list[Row]:
     """Time against the share of the heap that is live already."""
-    at = width or WIDTHS[0]
-    return [make("fill", size, 100_000, at, level) for size in (64, 1024) for level in LEVELS]
+    return [make("fill", size, 100_000, width, level) for size in (64, 1024) for level in LEVELS]
 
 
 def heap_rows(width: tuple[int, int] | None = None) -> list[Row]:
     """Time against the size of the heap, and of making it."""
-    at = width or WIDTHS[0]
     loads = ((64, 100_000), (1024, 16_384))
     return [
         *(make("create", heap, 1) for heap in HEAPS),
-        *(make("heap", size, n, at, heap) for size, n in loads for heap in HEAPS),
+        *(make("heap", size, n, width, heap) for size, n in loads for heap in HEAPS),
     ]
 
 
@@ -249,15 +266,12 @@ def warps_rows(width: tuple[int, int] | None = None) -> list[Row]:
 
 def streams_rows(width: tuple[int, int] | None = None) -> list[Row]:
     """Time against the number of launches at once, each on its own stream."""
-    at = width or WIDTHS[0]
-    return [
-        make("streams", size, 100_000, at, count) for size in (64, 1024) for count in (1, 2, 4, 8)
-    ]
+    counts = (1, 2, 4, 8)
+    return [make("streams", size, 100_000, width, n) for size in (64, 1024) for n in counts]
 
 
 def debug_rows(width: tuple[int, int] | None = None) -> list[Row]:
     """What a debug heap costs, beside an ordinary one."""
-    at = width or WIDTHS[0]
     plan: Plan = [
         ("thread", (64, 1024), (100_000, 1_000_000)),
         ("mixed", (1024,), (100_000,)),
@@ -266,13 +280,13 @@ def debug_rows(width: tuple[int, int] | None = None) -> list[Row]:
         ("latency", (64,), (1000,)),
         ("churn", (64,), (65_536,)),
     ]
-    return [*expand(plan, at), *expand(plan, at, allocator="debug")]
+    return [*expand(plan, width), *expand(plan, width, allocator="debug")]
 
 
 def tail_rows(width: tuple[int, int] | None = None) -> list[Row]:
     """The slowest of a thousand rounds, at three fill levels."""
-    at = width or WIDTHS[0]
-    return [make("tail", size, 100_000, at, level) for size in (64, 1024) for level in (0, 50, 95)]
+    levels = (0, 50, 95)
+    return [make("tail", size, 100_000, width, level) for size in (64, 1024) for level in levels]
 
 
 GROUPS: dict[str, Callable[[tuple[int, int] | None], list[Row]]] = {

@@ -97,11 +97,12 @@ def settle(heap, chunk, pages, word):
     going = pages != 0
     while going:
         expected = tl.where(idle | hidden, words, 0)
-        words = atomic_cas(ptr, expected, tl.where(hidden, words | PUBLISHED, 0))
-        won = words == expected
+        seen = atomic_cas(ptr, expected, tl.where(hidden, words | PUBLISHED, 0))
+        won = seen == expected
         published = published | (hidden & won)
         retired = retired | (idle & won)
-        asks = (idle | hidden) & (won == 0) & (page_class(words) == cls)
+        words = tl.where((idle | hidden) & (won == 0), seen, 0)
+        asks = page_class(words) == cls
         idle = asks & is_idle(words)
         hidden = asks & is_hidden(words) & (idle == 0)
         going = any_lane(idle | hidden)

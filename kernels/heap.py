@@ -392,7 +392,6 @@ def free_run(heap, page, n):
     """Give back the run of ``n`` pages at ``page`` (int32 scalars); returns 0. The caller has
     cleared its live bit, so nobody else does."""
     tl.atomic_xchg(page_word_ptr(heap, page), (page * 0).to(tl.int64), sem="relaxed")
-    fence(heap + RUNS)
     return release_run(heap, page, n)
 
 

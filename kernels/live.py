@@ -75,10 +75,10 @@ def heard(ptr, bit, wrong):
 
 @triton.jit
 def claim(live, page, granule, active):
-    """Set live bits. Returns the words as they were, and which lanes were not the first."""
+    """Set live bits. Returns the words as they are now, and which lanes were not the first."""
     ptr, bit = live_bit(live, page, granule)
     old = tl.atomic_or(ptr, bit, mask=active, sem="relaxed")
-    return old, active & ((old & bit) != 0)
+    return old | bit, active & ((old & bit) != 0)
 
 
 @triton.jit
@@ -115,9 +115,9 @@ def claim_tickets(live, word, rank, count, size, active):
 
 
 @triton.jit
-def another(old, granule, size):
+def another(word, granule, size):
     """Where to try next when the live bit of ``granule`` was set, of a slot of ``size`` bytes, and
-    its word was ``old``: another slot in that word, by a hash, or else the next slot of the page,
+    its word is ``word``: another slot in that word, by a hash, or else the next slot of the page,
     which is in another word. Every lane was promised a slot of its page, so it will find one."""
     unit = size >> 4
     end = slots_of(size) * unit
@@ -125,7 +125,7 @@ def another(old, granule, size):
     _period_log2, apart = word_period(unit)
     first = (granule >> 6) % apart
     last = (end - unit - (granule & 63)) >> 6
-    clear = (old ^ -1) & (comb(apart) << first.to(tl.int64)) & low_mask((last + 1).to(tl.int64))
+    clear = (word ^ -1) & (comb(apart) << first.to(tl.int64)) & low_mask((last + 1).to(tl.int64))
     other = (next_bit(clear, salt & 63) << 6) + (granule & 63)
     beyond = tl.where(granule + unit < end, granule + unit, 0)
     return tl.where(clear != 0, other, beyond)
@@ -138,10 +138,10 @@ def claim_any(heap, addr, size):
     base = load_base(heap)
     live = live_words(heap)
     page, granule = place_of(base, addr)
-    old, lost = claim(live, page, granule, addr != 0)
+    word, lost = claim(live, page, granule, addr != 0)
     while any_lane(lost):
-        granule = tl.where(lost, another(old, granule, size), granule)
-        old, lost = claim(live, page, granule, lost)
+        granule = tl.where(lost, another(word, granule, size), granule)
+        word, lost = claim(live, page, granule, lost)
     return tl.where(addr != 0, address_of(base, page, granule), 0)
 
 

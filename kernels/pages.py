@@ -430,7 +430,8 @@ def take_pages(heap, n, takers):
 
 @triton.jit(noinline=True)
 def release_run(heap, page, n):
-    """Free the ``n`` pages (int32 scalars) of a run; returns 0."""
+    """Free the ``n`` pages (int32 scalars) of a run; returns 0. (The fence of ``enter_transit`` is
+    the one that `give_pages` asks for.)"""
     enter_transit(heap)
     count_given(heap, n)
     give_run(heap, page, n)

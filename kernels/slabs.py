@@ -168,7 +168,7 @@ def open_pages(heap, cls, batch, used, state, takers):
     """Take up to ``batch`` (1 to 63, int32) adjacent pages and make them slabs with ``state``
     (int64) in their page words, of which the first ``used`` slots are out. Returns a stripe word
     whose credits are those slots, or 0 if there is no page. ``takers`` as in ``take_pages``. The
-    caller is in transit."""
+    caller is in transit, unless all slots are used."""
     page = tl.full((), -1, tl.int32)
     while (page < 0) & (batch > 0):
         page = take_pages(heap, batch, takers)
@@ -218,13 +218,17 @@ def open_batch(heap, cls, previous):
 @triton.jit(noinline=True)
 def open_whole(heap, cls, need):
     """As many pages as the caller's ``need`` slots fill, but at least one: a stripe word that
-    goes into no stripe, or 0. What the caller does not need of the last can be drawn."""
+    goes into no stripe, or 0. What the caller does not need of a single page can be drawn; pages
+    that it fills are hidden until something in them is freed."""
     slots = class_slots(cls)
-    enter_transit(heap)
+    shared = need < slots
+    if shared:
+        enter_transit(heap)
     batch = tl.minimum(tl.maximum(need // slots, 1), 32)
-    state = (cls * 0).to(tl.int64) + PUBLISHED
+    state = tl.where(shared, PUBLISHED, (cls * 0).to(tl.int64))
     word = open_pages(heap, cls, batch, need, state, program_count())
-    leave_transit(heap, (word != 0).to(tl.int32))
+    if shared:
+        leave_transit(heap, (word != 0).to(tl.int32))
     return word
 
 

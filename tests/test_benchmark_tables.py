@@ -59,10 +59,10 @@ def test_the_launch_is_added_and_never_subtracted() -> None:
         our_row(rows.make("thread", 64, 1), "alloc", 0.004),
         our_row(rows.make("frag", 4096, 100_000), "span", 1.05),
     ]
-    assert Results(ours, (128, 1), 0.005).value("thread-64-1", "alloc") == pytest.approx(0.007)
-    assert Results(ours, (128, 1), 0.001).value("thread-64-1", "alloc") == pytest.approx(0.004)
-    assert Results(ours, (128, 1), 0.005).value("frag-4096-100000", "span") == pytest.approx(2.1)
-    assert math.isnan(Results(ours, (256, 2), 0.005).value("thread-64-1", "alloc"))
+    assert Results(ours, 0.005).value("thread-64-1", "alloc") == pytest.approx(0.007)
+    assert Results(ours, 0.001).value("thread-64-1", "alloc") == pytest.approx(0.004)
+    assert Results(ours, 0.005).value("frag-4096-100000", "span") == pytest.approx(2.1)
+    assert math.isnan(Results(ours, 0.005, (256, 2)).value("thread-64-1", "alloc"))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_the_launch_is_added_and_never_subtracted() -> None:
 def test_a_target_is_met_only_by_a_clean_row(changes: dict[str, str], met: bool) -> None:
     row = rows.make("thread", 64, 1_000_000)
     target = {"row": row.name, "op": "alloc", "target": "0.015", "unit": "ms", "better": "lower"}
-    results = Results([our_row(row, "alloc", 0.014) | changes], (128, 1))
+    results = Results([our_row(row, "alloc", 0.014) | changes])
     (line,) = comparison.compare(results, read_rows(comparison.PEERS), [target])
     assert line.met is met
     assert f"| {'yes' if met else 'no'} |" in tables.markdown([line], [])
@@ -90,7 +90,7 @@ def test_a_group_table_shows_what_went_wrong_and_the_peer() -> None:
     peers = read_rows(comparison.PEERS)
     found = tables.group_table(ours, peers, "target")
     assert found is not None
-    assert "| thread-64-1 | 128 x 1 | devalloc | warm | alloc | ms | 0.25 |" in found
+    assert "| thread-64-1 | 32 x 1 | devalloc | warm | alloc | ms | 0.25 |" in found
     assert "| halloc |" in found
     assert "hang" not in found
     assert "| hang: over 90 s |" in str(tables.group_table(ours, peers, "fill"))
@@ -108,7 +108,7 @@ def test_the_block_in_a_document_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_ceiling_is_the_floor_and_the_addresses() -> None:
-    results = Results([our_row(rows.make("empty", 0, 1), "kernel", 0.003)], (128, 1), 0.005)
+    results = Results([our_row(rows.make("empty", 0, 1), "kernel", 0.003)], 0.005)
     assert results.ceiling("thread-64-1000000", "alloc") == pytest.approx(0.005 + 1e6 / 520e6)
     assert results.ceiling("churn-64-1024", "kernel") == pytest.approx(0.005 + 65_536 / 110e6)
     assert results.ceiling("oom-64-10000", "utilisation") == 1.0
@@ -187,7 +187,7 @@ def test_a_plot_leaves_out_wrong_rows_and_other_widths() -> None:
 def test_the_documents_get_tables_checks_and_plots(tmp_path: Path) -> None:
     ours = flat_rows()
     peers = read_rows(comparison.PEERS)
-    results = Results(ours, (128, 1), comparison.peer_floor(peers))
+    results = Results(ours, comparison.peer_floor(peers))
     lines = comparison.compare(results, peers, read_rows(comparison.TARGETS))
     for row in ours:
         row |= dict.fromkeys(("gpu", "driver", "cuda", "torch", "triton", "python"), "x")
