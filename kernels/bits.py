@@ -18,6 +18,18 @@ def lsr(x, s):
 
 
 @triton.jit
+def halves(x):
+    """The upper and the lower 32 bits of int64 ``x``, as int32."""
+    return (x >> 32).to(tl.int32), x.to(tl.int32)
+
+
+@triton.jit
+def join(high, low):
+    """The int64 whose :func:`halves` are ``high`` and ``low``."""
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
 def popcount(x):
     """Number of set bits of int64 ``x``, as int32."""
     if has_ptx():

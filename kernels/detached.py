@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
 from .bits import floor_log2, lsr, mix, popcount, select_bit
-from .lanes import any_lane, first_lane, least_of, or_lanes, pick, width
+from .lanes import any_lane, first_lane, lane_bits, least_of, or_lanes, pick, width
 from .layout import (
     ATTACHED,
     G_ROW_WORDS,
@@ -39,7 +39,6 @@ from .pages import (
     first_hinted,
     give_pages,
     hinted_chunk,
-    lane_bits,
     leave_transit,
     one_of,
 )

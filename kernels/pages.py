@@ -42,6 +42,7 @@ from .bits import (
     run_starts,
     select_bit,
 )
+from .lanes import lane_bits, pick
 from .layout import (
     CHUNK_PAGES,
     G_HINTS,
@@ -56,6 +57,7 @@ from .layout import (
     hint_ptr,
     load_geometry,
     page_bits_ptr,
+    program_count,
     program_index,
 )
 
@@ -139,13 +141,6 @@ def count_given(heap, pages):
     tl.atomic_max(heap + PEAK, used, sem="relaxed")
 
 
-@triton.jit
-def lane_bits(flags):
-    """The flags of a block of 64 lanes as the bits of one word."""
-    lane = tl.arange(0, 64).to(tl.int64)
-    return tl.sum(flags.to(tl.int64) << lane, axis=0)
-
-
 @triton.jit(noinline=True)
 def drop_hints(heap, order, index, stale):
     """Clear the ``stale`` bits of word ``index`` of hint row ``order``, unless they have become
@@ -183,7 +178,7 @@ def first_hinted(heap, row, cursor):
         index = (cursor >> 6 << 6) + lane
         row_words = atomic_load(row_ptr + index, (index >= cursor) & (index < words))
         found = tl.min(tl.where(row_words != 0, index, FAR), axis=0)
-        word = tl.sum(tl.where(index == found, row_words, 0), axis=0)
+        word = tl.where(found != FAR, pick(row_words, found & 63), 0)
         cursor = (cursor >> 6 << 6) + 64
     return found, word
 
@@ -213,10 +208,11 @@ def take_within_chunk(heap, n, takers):
     """Take ``n`` in [1, 63] adjacent pages of one chunk. Returns the first page, -1 if none.
 
     First fit by address, but over some candidates, so that programs do not meet on one word: over
-    twice as many chunks as would be filled if each of ``takers`` programs took as many pages. One
-    of these, from the front of the heap, is taken to be all free without looking: what comes back
-    from the attempt is the look. Then the hints lead. After a collision the choice widens, fourfold
-    each time, and it is hashed, never the neighbour.
+    twice as many chunks as would be filled if each of ``takers`` programs took as many pages. The
+    programs of the launch are spread evenly over these, at the front of the heap, and each takes
+    its place to be free without looking: what comes back from the attempt is the look. Then the
+    hints lead. After a collision the choice widens, fourfold each time, and it is hashed, never the
+    neighbour.
     """
     lane = tl.arange(0, 64)
     order = floor_log2(n)
@@ -227,10 +223,12 @@ def take_within_chunk(heap, n, takers):
     cursor = tl.full((), 0, tl.int32)  # nothing fits before
     first = one_of(tl.minimum((width >> 6) + 1, words), salt >> 10)  # where to look first
     page = tl.full((), -1, tl.int32)
-    target = one_of(tl.minimum(width, chunks), salt)
+    places = (tl.minimum(width, chunks) * CHUNK_PAGES).to(tl.float32)
+    place = program_index().to(tl.float32) / program_count().to(tl.float32) * places
+    target = tl.minimum(place.to(tl.int32) >> 6, chunks - 1)
     word = tl.full((), -1, tl.int64)
     start = word
-    at = tl.where(n == 1, salt & 63, 0)
+    at = tl.where(n == 1, place.to(tl.int32) & 63, 0)
     while (page < 0) & (cursor < words):
         tries = tl.full((), 4, tl.int32)
         while (page < 0) & (start != 0) & (tries > 0):
@@ -285,7 +283,7 @@ def take_within_chunk(heap, n, takers):
                         first = tl.where(index + 1 < words, index + 1, 0)
                     else:
                         at = hinted_chunk(fits, width, salt)
-                        word = tl.sum(tl.where(lane == at, bits, 0), axis=0)
+                        word = pick(bits, at)
                         target = index * 64 + at
                         start = run_starts(word, n)
                 at = choose_start(start, n, salt)

@@ -50,6 +50,7 @@ import triton.language as tl
 from .atomics import atomic_cas, atomic_load, fence
 from .bits import lowest_bit
 from .detached import draw, is_idle, settle
+from .lanes import lane_bits, pick
 from .layout import (
     ATTACHED,
     CLASS_SHIFT,
@@ -82,7 +83,6 @@ from .pages import (
     count_taken,
     enter_transit,
     first_hinted,
-    lane_bits,
     leave_transit,
     take_pages,
 )
@@ -248,9 +248,9 @@ def next_batch(heap, index, end, mode):
         words = atomic_load(heap + STRIPES + at * SPARE, at < end)
         _pages, batches = stripe_place(words)
         first = tl.min(tl.where((batches > 0) & (at < end), at, FAR), axis=0)
+        word = pick(words, first - index)
         index = tl.where(first < FAR, first, index + 63) + 1
         if first < FAR:
-            word = tl.sum(tl.where(at == first, words, 0), axis=0)
             page, batch = stripe_place(word)
             slots = class_slots(first // (stripes * 2))
             states = atomic_load(page_word_ptr(heap, page + tl.minimum(lane, batch - 1)))
