@@ -34,6 +34,11 @@ pytestmark = pytest.mark.skipif(ON_GPU, reason="interleaves interpreted kernels"
 STRATEGIES = [Random(), Random(stay=0.5), PCT(depth=2), Exhaustive(1), Exhaustive(None)]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick() -> None:
+    """Not here: tests compare with Triton's interpreter as it comes."""
+
+
 def words(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
