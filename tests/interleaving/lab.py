@@ -21,6 +21,12 @@ from tests.support import error_counts
 SCALE = float(os.environ.get("DEVALLOC_SCHEDULES", "1"))
 """Times as many schedules as usual: 100 for a night."""
 
+SHRINK = 8.0
+"""Seconds to look for a simpler schedule when one fails."""
+
+STEPS = 4000
+"""Many times what the longest schedule takes: one that takes more is stuck."""
+
 SLOTS = 32
 
 # Pages of a heap in which neighbouring programs use different stripes; in the small heaps of the
@@ -51,9 +57,9 @@ class Scenario:
     split_blocks: bool = False
     patience: int = 8
 
-    def explore(self, scale: float = SCALE) -> list[Report]:
+    def explore(self, scale: float = SCALE, shrink_seconds: float = SHRINK) -> list[Report]:
         """Explore by every strategy of the plan; raises ScheduleError."""
-        with Laboratory(self) as laboratory:
+        with Laboratory(self, shrink_seconds) as laboratory:
             return [
                 laboratory.interleaving.explore(strategy, max(1, int(schedules * scale)))
                 for strategy, schedules in self.plan
@@ -63,7 +69,7 @@ class Scenario:
 class Laboratory:
     """A heap in the state in which a scenario begins, and its programs."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, shrink_seconds: float = SHRINK) -> None:
         self.scenario = scenario
         self.heap = heap = Heap(scenario.pages * PAGE_BYTES)
         self.filler = heap.malloc([scenario.filler * PAGE_BYTES]).tolist()
@@ -94,6 +100,8 @@ class Laboratory:
             journal=self.journal,
             split_blocks=scenario.split_blocks,
             patience=scenario.patience,
+            step_limit=STEPS,
+            shrink_seconds=shrink_seconds,
         )
 
     def __enter__(self) -> Laboratory:
