@@ -15,6 +15,11 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Test processes share the cores: threads of torch would only wait for one another. (The variable
+# is for the processes that tests start.)
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ON_GPU = os.environ.get("TRITON_INTERPRET", "0") != "1"
 
 # The same examples in every run: a failure seen once is seen again.

@@ -7,6 +7,7 @@ Structure of the heap enters here alone: how to make one in which programs meet.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -57,13 +58,11 @@ class Scenario:
     split_blocks: bool = False
     patience: int = 8
 
-    def explore(self, scale: float = SCALE, shrink_seconds: float = SHRINK) -> list[Report]:
-        """Explore by every strategy of the plan; raises ScheduleError."""
+    def explore(self, scale: float = SCALE, shrink_seconds: float = SHRINK) -> Iterator[Report]:
+        """Explore by every strategy of the plan, one after the other; raises ScheduleError."""
         with Laboratory(self, shrink_seconds) as laboratory:
-            return [
-                laboratory.interleaving.explore(strategy, max(1, int(schedules * scale)))
-                for strategy, schedules in self.plan
-            ]
+            for strategy, schedules in self.plan:
+                yield laboratory.interleaving.explore(strategy, max(1, int(schedules * scale)))
 
 
 class Laboratory:
