@@ -131,11 +131,12 @@ def _reusable(given: tuple[Any, Any], results: tuple[Any, Any]) -> tuple[Any, ..
 def _call_builtins_directly(scope: Any) -> None:
     """Call the function behind each builtin: the interpreter puts a function around it that names
     the semantic, and the library one that asks whether that was done."""
-    for target, name, _original in list(scope._changes):
-        patched = getattr(target, name)
-        member = (getattr(patched, "__kwdefaults__", None) or {}).get("member")
-        if member is not None and getattr(member, "__code__", None) is _BUILTIN_CODE:
-            scope.set_attr(target, name, _with_semantic(member.__wrapped__))
+    # (Looked for everywhere: calls that were nested in earlier launches have left theirs behind.)
+    for target in (tl, core, tl.math, tl.tensor):
+        for name, patched in list(vars(target).items()):
+            member = (getattr(patched, "__kwdefaults__", None) or {}).get("member")
+            if member is not None and getattr(member, "__code__", None) is _BUILTIN_CODE:
+                scope.set_attr(target, name, _with_semantic(member.__wrapped__))
 
 
 def _with_semantic(function: Callable[..., Any]) -> Callable[..., Any]:
