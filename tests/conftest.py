@@ -5,6 +5,7 @@ one, so the choice is made here, before any test module is loaded.
 """
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -13,6 +14,11 @@ from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Test processes share the cores: threads of torch would only wait for one another. (The variable
+# is for the processes that tests start.)
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ON_GPU = os.environ.get("TRITON_INTERPRET", "0") != "1"
 
@@ -23,7 +29,7 @@ settings.load_profile("devalloc")
 
 # What interleaves programs stands on greenlet, which users of the heap need not have.
 HAS_GREENLET = find_spec("greenlet") is not None
-collect_ignore = [] if HAS_GREENLET else ["interleaving", "test_examples.py", "test_traces.py"]
+collect_ignore = [] if HAS_GREENLET else ["interleaving", "test_examples.py"]
 
 
 def pytest_report_header() -> list[str]:
@@ -46,3 +52,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """Where tensors of the tests live: "cuda", or "cpu" under the interpreter."""
     return "cuda" if ON_GPU else "cpu"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick() -> Iterator[None]:
+    """Interpreted kernels run three times as fast. `tests/test_plain_interpreter.py`, which goes
+    without, shows that they do the same."""
+    if ON_GPU or not HAS_GREENLET:
+        yield
+        return
+    from devalloc.testing import quick_interpreter
+
+    with quick_interpreter():
+        yield

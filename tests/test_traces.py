@@ -7,7 +7,7 @@ same in every run (`tests/conftest.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
@@ -25,9 +25,7 @@ from hypothesis.stateful import (
 
 from devalloc import Heap
 from devalloc.sizes import CLASS_SIZES, MAX_SLOT, PAGE_BYTES
-from devalloc.testing import quick_interpreter
 from tests import user_kernels as uk
-from tests.conftest import ON_GPU
 from tests.plain_heap import has_room, set_aside
 from tests.support import (
     DEVICE,
@@ -73,8 +71,6 @@ class Traces(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.stack = ExitStack()
-        # (With a GPU nothing is interpreted.)
-        self.stack.enter_context(nullcontext() if ON_GPU else quick_interpreter())
         self.live: dict[int, Block] = {}
         self.dead: list[int] = []
         self.tag = 1

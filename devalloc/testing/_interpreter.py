@@ -1,4 +1,4 @@
-"""Everything here that knows the inside of Triton's interpreter (3.6 to 3.9), and nothing else.
+"""What knows the inside of Triton's interpreter (3.6 to 3.9): this module and `_hasten`.
 
 A *session* patches the language once, lets nested ``@triton.jit`` functions be called directly
 (the interpreter patches the language anew for each of those calls), and passes every access to
@@ -8,7 +8,6 @@ faster.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import sys
@@ -22,11 +21,11 @@ import triton
 import triton.language as tl
 from triton._C.libtriton import ir
 from triton.language import core
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction, TensorHandle
 
 from devalloc.errors import InvalidArgument
+from devalloc.testing._hasten import hasten
 
 _BUILDER = interpreter.interpreter_builder
 _LIBRARY = str(Path(triton.__file__).parent)
@@ -228,91 +227,6 @@ def _call_directly(function: InterpretedFunction, *args: Any, **kwargs: Any) -> 
     return rewritten(*args, **kwargs)
 
 
-def _remembering_tensor(
-    plain: Callable[[Any, Any, Any], None],
-) -> Callable[[Any, Any, Any], None]:
-    """``tl.tensor.__init__``, which derives everything but the handle from the type: once."""
-
-    def init(self: Any, handle: Any, type: Any) -> None:
-        fields = type.__dict__.get("_tensor_fields")
-        if fields is None:
-            plain(self, handle, type)
-            fields = {name: value for name, value in vars(self).items() if name != "handle"}
-            type._tensor_fields = fields
-        else:
-            vars(self).update(fields)
-            self.handle = handle
-
-    return init
-
-
-def _remembering_element(
-    plain: Callable[[Any, Any], Any],
-) -> Callable[[Any, Any], Any]:
-    """``tl.block_type.with_element_ty``, one object for each shape and element."""
-
-    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
-        known = self.__dict__.setdefault("_with_element_ty", {})
-        pair = known.get(id(scalar_ty))
-        if pair is None:
-            pair = known[id(scalar_ty)] = (scalar_ty, plain(self, scalar_ty))
-        return pair[1]
-
-    return with_element_ty
-
-
-def _remembering_dtype(plain: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
-    """``_get_np_dtype``, which makes a table of all types for each call."""
-    known: dict[str, np.dtype] = {}
-
-    def get(dtype: Any) -> np.dtype:
-        if type(dtype) is not tl.dtype:
-            return plain(dtype)
-        if dtype.name not in known:
-            known[dtype.name] = plain(dtype)
-        return known[dtype.name]
-
-    return get
-
-
-def _remembering_common_type(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``TritonSemantic.computation_type_impl``: the type in which two operands are computed."""
-    known: dict[tuple[Any, ...], Any] = {}
-
-    def common(self: Any, a: Any, *rest: Any) -> Any:
-        key = (a.name, *(value.name if isinstance(value, tl.dtype) else value for value in rest))
-        if key not in known:
-            known[key] = plain(self, a, *rest)
-        return known[key]
-
-    return common
-
-
-def _quick_equality(plain: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    return lambda self, other: self is other or plain(self, other)
-
-
-def _hasten(scope: Any) -> None:
-    """Replace what the interpreter computes again and again by what it computed first.
-
-    Overflow checks go: they are asserts, which are off unless the interpreter is in debug mode.
-    """
-    scope.set_attr(tl.tensor, "__init__", _remembering_tensor(tl.tensor.__init__))
-    element = _remembering_element(tl.block_type.with_element_ty)
-    scope.set_attr(tl.block_type, "with_element_ty", element)
-    scope.set_attr(tl.dtype, "__eq__", _quick_equality(tl.dtype.__eq__))
-    common = _remembering_common_type(TritonSemantic.computation_type_impl)
-    scope.set_attr(TritonSemantic, "computation_type_impl", common)
-    # In the interpreter a type is its own IR type.
-    scope.set_attr(tl.block_type, "to_ir", lambda self, builder: self)
-    dtypes = _remembering_dtype(interpreter._get_np_dtype)
-    scope.set_attr(interpreter, "_get_np_dtype", dtypes)
-    options = _BUILDER.options
-    if not options.debug:
-        unchecked = dataclasses.replace(options, sanitize_overflow=False)
-        scope.set_attr(_BUILDER, "options", unchecked)
-
-
 def _language() -> tuple[Any, Any]:
     """The modules that a session patches: Triton finds them among the globals of this function."""
     return tl, core
@@ -329,7 +243,7 @@ def session(steered: Callable[[], AccessHook | None]) -> Iterator[None]:
     before = {name: vars(_BUILDER).get(name) for name in (*hooks.NAMES, "grid_idx", "grid_dim")}
     scope = interpreter._patch_lang(_language)
     try:
-        _hasten(scope)
+        hasten(scope)
         for name in hooks.NAMES:
             setattr(_BUILDER, name, getattr(hooks, name))
         InterpretedFunction.__call__ = _call_directly

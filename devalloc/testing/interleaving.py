@@ -53,7 +53,6 @@ SWITCH_AT = {
     "all": ("atomic", "store", "load"),
 }
 _SHRINK_RUNS = 2000
-_SHRINK_SECONDS = 8.0
 
 
 class Launch:
@@ -104,6 +103,8 @@ class Interleaving:
     patience : int
         How often a program may access the same words, while nothing changes, before it counts
         as waiting, and others are preferred.
+    shrink_seconds : float
+        How long to look for a simpler schedule when one fails; with 0 it is raised as found.
 
     Raises
     ------
@@ -126,6 +127,7 @@ class Interleaving:
         split_blocks: bool = False,
         step_limit: int = 20_000,
         patience: int = 8,
+        shrink_seconds: float = 8.0,
     ) -> None:
         if not launches:
             raise InvalidArgument("nothing to run: give at least one Launch")
@@ -138,6 +140,7 @@ class Interleaving:
         self._split_blocks = split_blocks
         self._step_limit = step_limit
         self._patience = patience
+        self._shrink_seconds = shrink_seconds
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
             for launch in launches
@@ -329,10 +332,13 @@ class Interleaving:
                 return None
             return attempt.trace
 
-        trace = shrink(found.trace, fails, Budget(_SHRINK_RUNS, _SHRINK_SECONDS))
+        budget = Budget(_SHRINK_RUNS, self._shrink_seconds)
+        trace = shrink(found.trace, fails, budget)
         parts = segments(trace)
         # The shortest text for it: what comes after its end follows by itself.
         for keep in range(len(parts)):
+            if not budget.left(keep):
+                break
             failed = fails(parts[:keep])
             if failed is not None and preemptions(segments(failed)) <= preemptions(parts):
                 parts = parts[:keep]

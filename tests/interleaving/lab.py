@@ -7,6 +7,7 @@ Structure of the heap enters here alone: how to make one in which programs meet.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,12 @@ from tests.support import error_counts
 
 SCALE = float(os.environ.get("DEVALLOC_SCHEDULES", "1"))
 """Times as many schedules as usual: 100 for a night."""
+
+SHRINK = 8.0
+"""Seconds to look for a simpler schedule when one fails."""
+
+STEPS = 4000
+"""Many times what the longest schedule takes: one that takes more is stuck."""
 
 SLOTS = 32
 
@@ -51,19 +58,17 @@ class Scenario:
     split_blocks: bool = False
     patience: int = 8
 
-    def explore(self, scale: float = SCALE) -> list[Report]:
-        """Explore by every strategy of the plan; raises ScheduleError."""
-        with Laboratory(self) as laboratory:
-            return [
-                laboratory.interleaving.explore(strategy, max(1, int(schedules * scale)))
-                for strategy, schedules in self.plan
-            ]
+    def explore(self, scale: float = SCALE, shrink_seconds: float = SHRINK) -> Iterator[Report]:
+        """Explore by every strategy of the plan, one after the other; raises ScheduleError."""
+        with Laboratory(self, shrink_seconds) as laboratory:
+            for strategy, schedules in self.plan:
+                yield laboratory.interleaving.explore(strategy, max(1, int(schedules * scale)))
 
 
 class Laboratory:
     """A heap in the state in which a scenario begins, and its programs."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, shrink_seconds: float = SHRINK) -> None:
         self.scenario = scenario
         self.heap = heap = Heap(scenario.pages * PAGE_BYTES)
         self.filler = heap.malloc([scenario.filler * PAGE_BYTES]).tolist()
@@ -94,6 +99,8 @@ class Laboratory:
             journal=self.journal,
             split_blocks=scenario.split_blocks,
             patience=scenario.patience,
+            step_limit=STEPS,
+            shrink_seconds=shrink_seconds,
         )
 
     def __enter__(self) -> Laboratory:

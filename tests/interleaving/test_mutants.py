@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,6 +18,10 @@ from tests.interleaving.mutants import ALL, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240
+
+# Trials are forked from a process that has imported what is the same for all of them.
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["greenlet", "torch", "triton.runtime.interpreter"])
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,31 +44,39 @@ def planted(mutant: Mutant, folder: Path) -> Path:
     return copy
 
 
-def explore(scenario: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.interleaving.trial", scenario, *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+class Done(NamedTuple):
+    status: int | None
+    output: str
+
+
+def explore(folder: Path, scenario: str, *options: str) -> Done:
+    """Run a trial with the device code of ``folder``, in a process of its own."""
+    output = folder.with_name("output")
+    arguments = [scenario, "--kernels", str(folder), *options]
+    process = FORKSERVER.Process(target=trial.run, args=(arguments, output))
+    process.start()
+    process.join(SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return Done(process.exitcode, output.read_text())
 
 
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_a_planted_bug_is_found(
     mutant: Mutant, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    done = explore(mutant.scenario, "--kernels", str(planted(mutant, tmp_path)))
-    assert done.returncode == trial.FAILED, (
-        f"{mutant.name} survives {mutant.scenario}: {mutant.breaks}\n{done.stdout}{done.stderr}"
+    done = explore(planted(mutant, tmp_path), mutant.scenario, "--shrink", "0")
+    assert done.status == trial.FAILED, (
+        f"{mutant.name} survives {mutant.scenario}: {mutant.breaks}\n{done.output}"
     )
-    assert NOT_REACHED not in done.stdout, done.stdout
-    before = sum(int(count) for count in re.findall(r": (\d+) schedules", done.stdout))
-    last = re.search(r"found by schedule (\d+) of", done.stdout)
-    seconds = re.search(r"failed after ([\d.]+) s", done.stdout)
+    assert NOT_REACHED not in done.output, done.output
+    before = sum(int(count) for count in re.findall(r": (\d+) schedules", done.output))
+    last = re.search(r"found by schedule (\d+) of", done.output)
+    seconds = re.search(r"failed after ([\d.]+) s", done.output)
     assert last is not None
     assert seconds is not None
-    assert 'replay("' in done.stdout
+    assert 'replay("' in done.output
     schedules = before + int(last[1])
     record_property("mutant", [mutant.name, mutant.scenario, schedules, float(seconds[1])])
 
@@ -73,12 +85,12 @@ def test_a_copy_without_a_bug_passes(tmp_path: Path) -> None:
     """What the mutants are compared with; and the copy is what runs."""
     plain = Mutant("none", "bits.py", "Owns no state. ", "", "nothing", "double_free_of_a_run")
     folder = planted(plain, tmp_path)
-    done = explore(plain.scenario, "--kernels", str(folder), "--scale", "0.05")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = explore(folder, plain.scenario, "--scale", "0.05")
+    assert done.status == 0, done.output
     (folder / "pages.py").write_text("raise ImportError('the copy')")
-    broken = explore(plain.scenario, "--kernels", str(folder), "--scale", "0.05")
-    assert broken.returncode != 0
-    assert "the copy" in broken.stderr
+    broken = explore(folder, plain.scenario, "--scale", "0.05")
+    assert broken.status == trial.RAISED
+    assert "ImportError: the copy" in broken.output
 
 
 def test_names_are_unique() -> None:

@@ -27,7 +27,7 @@ Record = Callable[[str, object], None]
 
 @pytest.mark.parametrize("scenario", ALL, ids=lambda scenario: scenario.name)
 def test_every_schedule_leaves_a_sound_heap(scenario: Scenario, record_property: Record) -> None:
-    reports = scenario.explore()
+    reports = list(scenario.explore())
     schedules = sum(report.schedules for report in reports)
     seconds = sum(report.seconds for report in reports)
     record_property(

@@ -193,13 +193,11 @@ def test_more_than_the_machine_has() -> None:
 
 @pytest.mark.gpu
 def test_device_memory_is_given_back() -> None:
-    Heap("64MiB").close()
-    torch.cuda.synchronize()
-    before, _ = torch.cuda.mem_get_info()
-    for _ in range(50):
-        Heap("64MiB").close()
-    after, _ = torch.cuda.mem_get_info()
-    assert before - after < 64 << 20
+    """One heap after another, more than the device could hold at once: a leak ends in OutOfMemory,
+    whatever other processes do with the device meanwhile."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    for _ in range(total // (1 << 30) + 8):
+        Heap("1GiB").close()
 
 
 @pytest.mark.gpu
