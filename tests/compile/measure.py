@@ -64,9 +64,11 @@ def in_reference_seconds(seconds: dict[str, float]) -> dict[str, float]:
     return {name: scale * extra[name] for name in TIMED}
 
 
-def start_child(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+def start_child(
+    *arguments: str, module: str = "tests.compile.measure", **variables: str
+) -> subprocess.Popen[str]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.compile.measure", *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     return subprocess.Popen(
         command,
         cwd=ROOT,

@@ -1,10 +1,12 @@
-"""Every kernel compiles for every target, within the committed budget of resources.
+"""Every kernel compiles for every target, within the committed budget of resources; and those of
+an ordinary heap are the same code as if there were no debug heaps.
 
 When a change is worth its price, regenerate the budget (see `tests.compile.update`) and say in
 the commit what was bought.
 """
 
 import ast
+from typing import Any
 
 import pytest
 import triton
@@ -17,8 +19,10 @@ from tests.compile.measure import (
     TIMED,
     Measured,
     compile_seconds,
+    finish_child,
     in_reference_seconds,
     measure_all,
+    start_child,
 )
 
 OLD_COMPILER = triton.__version__.startswith("3.6.")
@@ -120,3 +124,40 @@ def entry_points() -> set[str]:
 
 def test_every_entry_point_is_compiled() -> None:
     assert entry_points() == set(ENTRY_POINTS)
+
+
+# An ordinary heap's code ------------------------------------------------------------------------
+
+KERNELS = [
+    "malloc_scalar",
+    "malloc_lanes",
+    "free_scalar",
+    "free_lanes",
+    "usable_size_lanes",
+    "zeros_scalar",
+    "realloc_scalar",
+]
+DEBUG_MODULES = ("kernels_$_guards_$_", "kernels_$_table_$_", "kernels_$_debug_$_")
+
+
+@pytest.fixture(scope="module")
+def compared(measured: Measured) -> dict[str, dict[str, Any]]:
+    """After the measurement: half of what it compiles is then in Triton's cache."""
+    return finish_child(start_child(module="tests.compile.release"))
+
+
+def debug_functions(names: list[str]) -> list[str]:
+    return [name for name in names if any(module in name for module in DEBUG_MODULES)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_same_code_as_without_debug_heaps(
+    compared: dict[str, dict[str, Any]], kernel: str
+) -> None:
+    assert compared[kernel]["same"]
+    assert debug_functions(compared[kernel]["functions"]) == []
+
+
+def test_a_debug_heap_has_other_code(compared: dict[str, dict[str, Any]]) -> None:
+    """Else the test above would look for names that there are not."""
+    assert debug_functions(compared["malloc_scalar+debug"]["functions"])
