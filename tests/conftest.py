@@ -56,7 +56,7 @@ def device() -> str:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick() -> Iterator[None]:
-    """Interpreted kernels run three times as fast. `tests/test_plain_interpreter.py`, which goes
+    """Interpreted kernels run several times as fast. `tests/test_plain_interpreter.py`, which goes
     without, shows that they do the same."""
     if ON_GPU or not HAS_GREENLET:
         yield

@@ -260,12 +260,13 @@ def session(steered: Callable[[], AccessHook | None]) -> Iterator[None]:
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Let interpreted kernels run two to five times as fast until the end of the block.
+    """Let interpreted kernels run five to ten times as fast until the end of the block.
 
-    The interpreter patches the language anew in each call of a nested ``@triton.jit`` function and
-    makes the same types again and again; here that is done once. Integer overflow is not checked,
-    which without the interpreter's debug mode has no effect. Not thread-safe, as little as the
-    interpreter. Blocks may be nested, and `Interleaving` used inside.
+    The interpreter patches the language anew in each call of a nested ``@triton.jit`` function,
+    makes the same types again and again, and finds anew for each operation how its operands come
+    to one type; here that is done once. Integer overflow is not checked, which without the
+    interpreter's debug mode has no effect. Not thread-safe, as little as the interpreter. Blocks
+    may be nested, and `Interleaving` used inside.
     """
     with session(lambda: None):
         yield

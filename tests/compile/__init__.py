@@ -1,6 +1,7 @@
 """What the compiler makes of the kernels, for every target, read without a GPU.
 
 user_kernels    the smallest kernels a user could write around each device function
+reference       a kernel that compile times are measured against
 cases           what is compiled: these kernels and the kernels' own entry points
 targets         compiles one case for one target and reads its resources
 measure         runs targets in processes that do not interpret

@@ -80,6 +80,15 @@ DEBUG = ("malloc_scalar", "malloc_lanes", "free_scalar", "free_lanes", *OTHER)
 # Checks the counting itself, not the product.
 PROBE = user_case("probe_kernel", HEAP | {"out": "*i64"}, 4)
 
+# What compile times are measured against; not measured itself.
+REFERENCE = Case(
+    "tests.compile.reference",
+    "reference_kernel",
+    {"counts": "*i64", "values": "*i64", "limit": "i32"},
+    4,
+    {"LANES": LANES, "ROUNDS": 40},
+)
+
 # The kernels that the host launches, as it launches them: "module.name" -> list of
 # (types, warps, constexprs). A test demands an entry for every `*_kernel` of the project.
 REQUESTS = HEAP | {"sizes": "*i64", "addrs": "*i64", "n": "i32"}

@@ -121,9 +121,11 @@ def read_cuda(ptx: str, cubin: bytes, shared: int) -> Usage:
         counts = hot if function["kind"] == "entry" else cold
         counts.update(PTX_ATOMIC.findall(function["body"]))
     assert sum(hot.values()) + sum(cold.values()) == len(PTX_ATOMIC.findall(ptx))
-    resources = run_tool(knobs.nvidia.cuobjdump.path, "-res-usage", cubin)
+    resources = run_tool(knobs.nvidia.cuobjdump.path, cubin, "-res-usage")
     (row,) = re.findall(r"REG:(\d+) STACK:(\d+)", resources)
-    spill, cold_spill = spilled_bytes(run_tool(knobs.nvidia.nvdisasm.path, "-c", cubin))
+    # (-c: code only; -ndf: no analysis of branches, which would only take its time.)
+    sass = run_tool(knobs.nvidia.nvdisasm.path, cubin, "-c", "-ndf")
+    spill, cold_spill = spilled_bytes(sass)
     return Usage(
         registers=int(row[0]),
         spill_bytes=spill,
@@ -153,12 +155,12 @@ def spilled_bytes(sass: str) -> tuple[int, int]:
     return hot, cold
 
 
-def run_tool(path: str, option: str, cubin: bytes) -> str:
+def run_tool(path: str, cubin: bytes, *options: str) -> str:
     """Run a CUDA tool of the Triton package on a binary; return what it printed."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([path, option, file.name], capture_output=True, text=True)
+        done = subprocess.run([path, *options, file.name], capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{path} failed:\n{done.stdout}{done.stderr}")
     return done.stdout
