@@ -8,12 +8,13 @@ devalloc bench compare --write-docs      # also into the documents, with the plo
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from benchmarks import arena_tables, bench_arena, bench_order, checks, plots, replay_tables, tables
+from benchmarks import arena_tables, bench_arena, checks, plots, replay_tables, tables
 from benchmarks.comparison import PEERS, TARGETS, Results, compare, peer_floor, show
 from benchmarks.results import RESULTS, ROOT, newest, read_rows
 
@@ -56,11 +57,11 @@ def write_documents(
     ]
     tables.write_block(document, DEVICE_TABLE, "\n\n".join(text))
     tables.write_block(readme, README_TABLE, short)
-    try:
-        order = read_rows(newest(root / bench_order.FOLDER.relative_to(ROOT)))
-    except FileNotFoundError:  # they are measured apart, and seldom
-        order = []
-    every.write_text(tables.all_tables(rows, read_rows(PEERS), order, about))
+    others = {}
+    for name in tables.APART:
+        with suppress(FileNotFoundError):  # they are measured seldom
+            others[name] = read_rows(newest(every.parent / name))
+    every.write_text(tables.all_tables(rows, read_rows(PEERS), others, about))
     return [*paths, *drawn]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -122,14 +123,40 @@ def group_table(rows: list[dict[str, str]], peers: list[dict[str, str]], group: 
     return rows_table(found, peers) if found else None
 
 
+APART = {
+    "order": ("What order costs", "One turn of a loop of dependent atomics.", ()),
+    "litmus": (
+        "Memory order",
+        "`heap` must forbid; `returned` and `fenced` too; all others lack order.",
+        ("test", "name", "variant", "lanes", "warps", "programs", "instances", "relevant", "forbidden"),
+    ),
+    "stress": (
+        "Stress",
+        "Phases of one run; `nulls` of full heaps, `double_frees` on purpose.",
+        ("phase", "capacity", "operations", "nulls", "double_frees", "bytes_verified", "seconds",
+         "violations", "check"),
+    ),
+}  # fmt: skip
+"""What is measured apart, by the folder of its rows: a title, what it is, and the columns to show;
+none: as the groups."""
+
+
+def apart(name: str, rows: list[dict[str, str]]) -> list[str]:
+    """The section of something that is measured apart."""
+    title, what, columns = APART[name]
+    body = [tuple(row[column] for column in columns) for row in rows]
+    shown = table(columns, 3, body) if columns else rows_table(rows, [])
+    return [f"## {title}", f"{what} Commit {rows[0]['commit']}.", shown]
+
+
 def all_tables(
     rows: list[dict[str, str]],
     peers: list[dict[str, str]],
-    order: list[dict[str, str]],
+    others: Mapping[str, list[dict[str, str]]],
     about: list[str],
 ) -> str:
-    """Everything measured, group by group. A row that is in two groups is shown in both. `order`
-    are rows of ``bench_order``, if there are any."""
+    """Everything measured, group by group. A row that is in two groups is shown in both. ``others``
+    are the rows of what is measured `APART`."""
     text = [
         "# Measured rows",
         "Made by `devalloc bench compare --write-docs` from the newest rows beside it. Our times "
@@ -137,12 +164,11 @@ def all_tables(
         about[0],
     ]
     for group, plan in GROUPS.items():
-        table = group_table(rows, peers, group)
-        if table:
-            text += [f"## {group}", " ".join(str(plan.__doc__).split()), table]
-    if order:
-        about_order = f"One turn of a loop of dependent atomics; commit {order[0]['commit']}."
-        text += ["## order", about_order, rows_table(order, [])]
+        shown = group_table(rows, peers, group)
+        if shown:
+            text += [f"## {group}", " ".join(str(plan.__doc__).split()), shown]
+    for name, found in others.items():
+        text += apart(name, found)
     return "\n\n".join(text) + "\n"
 
 

@@ -50,7 +50,7 @@ import triton.language as tl
 from .atomics import atomic_cas, atomic_load, fence
 from .bits import lowest_bit
 from .detached import draw, is_idle, settle
-from .lanes import lane_bits, pick
+from .lanes import lane_bits
 from .layout import (
     ATTACHED,
     CLASS_SHIFT,
@@ -248,9 +248,9 @@ def next_batch(heap, index, end, mode):
         words = atomic_load(heap + STRIPES + at * SPARE, at < end)
         _pages, batches = stripe_place(words)
         first = tl.min(tl.where((batches > 0) & (at < end), at, FAR), axis=0)
-        word = pick(words, first - index)
         index = tl.where(first < FAR, first, index + 63) + 1
         if first < FAR:
+            word = tl.sum(tl.where(at == first, words, 0), axis=0)
             page, batch = stripe_place(word)
             slots = class_slots(first // (stripes * 2))
             states = atomic_load(page_word_ptr(heap, page + tl.minimum(lane, batch - 1)))
@@ -307,8 +307,10 @@ def install(heap, cls, word, place):
 @triton.jit(noinline=True)
 def refill(heap, cls, need):
     """Give the program's stripe of class ``cls``, which is dry, a batch and keep up to ``need``
-    slots of it for the caller (int32 scalars). Returns (place, pages): a stripe word of whose
-    credits the caller owns the first min(need, credits) and 0, or a draw, or 0 and 0.
+    slots of it for the caller (int32 scalars). Returns (place, pages, grows): a stripe word of
+    whose credits the caller owns the first min(need, credits) and 0, or a draw, or 0 and 0; and
+    whether the stripe should get a spare (which the caller sees to: values that live across calls
+    add up along them).
 
     The stripe is taken away from everybody first: its batch is then ours alone to renew or to
     detach, and others that come by see it below zero. If many slots lie about in detached pages,
@@ -356,9 +358,7 @@ def refill(heap, cls, need):
     lost = tl.maximum(stripe_credits(old), 0) * (kept == 0).to(tl.int64)
     detach(heap, cls, pack_stripe(page + kept, batch - kept, lost))
     leave_transit(heap, need * 0 + 1)
-    if grows != 0:
-        prefetch(heap, cls)
-    return place, pages
+    return place, pages, grows
 
 
 @triton.jit(noinline=True)
@@ -467,11 +467,13 @@ def find_slots(heap, cls, need, crossed):
                 duty = take_duty(heap, cls)
         if duty != 0:
             # Tickets that we have already are enough for us.
-            found, drawn = refill(heap, cls, tl.where(place == 0, need, 0))
+            found, drawn, grows = refill(heap, cls, tl.where(place == 0, need, 0))
             place = tl.where(place == 0, found, place)
             pages = drawn
             duty = need * 0
             waits = need * 0
+            if grows != 0:
+                prefetch(heap, cls)
         elif everywhere & ((place | pages) == 0):
             # Announces nothing unless a page may be free: programs that find the heap exhausted
             # must leave each other in peace, or none would see the quiet pass that ends it.

@@ -25,7 +25,8 @@ ADDRS = [BASE, BASE + 64, BASE + 4096, BASE + 8192]
 @pytest.fixture(scope="module")
 def bench(device: str) -> Iterator[Bench]:
     place = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    with Bench(place, 16 << 20, rounds=1, seed=1) as bench:
+    # On a GPU beside other tests, the host is too slow for some samples.
+    with Bench(place, 16 << 20, rounds=1 if device == "cpu" else 10, seed=1) as bench:
         yield bench
 
 
@@ -116,7 +117,8 @@ def test_an_allocator_that_hands_out_what_lives_is_not_timed(bench: Bench) -> No
 
 def test_a_fill_row_that_cannot_fit_is_not_timed(bench: Bench) -> None:
     row = rows.make("fill", 64, bench.fill_slots, param=50)
-    with pytest.raises(harness.WrongResult, match="do not fit: 512 slots are free"):
+    free = bench.fill_slots // 2
+    with pytest.raises(harness.WrongResult, match=f"do not fit: {free} slots are free"):
         runners.run(bench, row)
 
 

@@ -129,7 +129,8 @@ if torch.cuda.is_available():
             pass
         else:
             raise AssertionError
-    assert torch.ones(5, device="cuda").sum() + arena.empty(5).fill_(1).sum() == 10
+    kept = torch.ones(5, device="cuda")
+    assert kept.sum() + arena.empty(5).fill_(1).sum() == 10
     assert torch.cuda.memory_allocated() > 0, "another allocator could not say"
 """
 
