@@ -128,7 +128,8 @@ APART = {
     "litmus": (
         "Memory order",
         "`heap` must forbid; `returned` and `fenced` too; all others lack order.",
-        ("test", "name", "variant", "lanes", "warps", "programs", "instances", "relevant", "forbidden"),
+        ("test", "name", "variant", "lanes", "warps", "programs", "instances", "relevant",
+         "forbidden"),
     ),
     "stress": (
         "Stress",

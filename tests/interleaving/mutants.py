@@ -183,8 +183,8 @@ ALL = (
     Mutant(
         name="claimed_without_looking",
         file="live.py",
-        old="return old, active & ((old & bit) != 0)",
-        new="return old, active & (active == 0)",
+        old="return old | bit, active & ((old & bit) != 0)",
+        new="return old | bit, active & (active == 0)",
         breaks="a slot that was drawn by two programs, or is live, is handed out",
         scenario="slots_move",
     ),
