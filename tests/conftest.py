@@ -4,6 +4,7 @@ Triton reads ``TRITON_INTERPRET`` when a kernel is decorated, that is when a tes
 one, so the choice is made here, before any test module is loaded.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -46,6 +47,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of later searches for garbage, of which many tests make one."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
