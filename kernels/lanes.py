@@ -3,8 +3,8 @@
 Everything above is written once for a scalar request of the whole program and for a block with a
 request per lane. A scalar is a block of one lane that needs no reductions.
 
-Words of 64 bits are reduced by halves: NVIDIA has an instruction that reduces 32 bits over a warp,
-and what takes 64 is five exchanges, each waiting for the last.
+Where bits are gathered, or one lane's, words of 64 are reduced by halves: NVIDIA has an instruction
+that reduces 32 bits over a warp, and what takes 64 is five exchanges, each waiting for the last.
 """
 
 import triton

@@ -57,7 +57,6 @@ from .layout import (
     hint_ptr,
     load_geometry,
     page_bits_ptr,
-    program_count,
     program_index,
 )
 
@@ -190,6 +189,14 @@ def one_of(choices, salt):
 
 
 @triton.jit
+def spread(index, places):
+    """The place, in [0, places), of program ``index``: multiples of the golden section, by which
+    programs that follow one another lie apart, however many they are. ``places`` below 2**24."""
+    turn = (index.to(tl.uint32) * 0x9E3779B9) >> 8
+    return (turn.to(tl.int64) * places >> 24).to(tl.int32)
+
+
+@triton.jit
 def hinted_chunk(hints, width, salt):
     """One of the first ``width`` bits set in ``hints``. (Other bits of the hash than those that
     chose the word, or all who came to it would meet in one chunk.)"""
@@ -208,11 +215,10 @@ def take_within_chunk(heap, n, takers):
     """Take ``n`` in [1, 63] adjacent pages of one chunk. Returns the first page, -1 if none.
 
     First fit by address, but over some candidates, so that programs do not meet on one word: over
-    twice as many chunks as would be filled if each of ``takers`` programs took as many pages. The
-    programs of the launch are spread evenly over these, at the front of the heap, and each takes
-    its place to be free without looking: what comes back from the attempt is the look. Then the
-    hints lead. After a collision the choice widens, fourfold each time, and it is hashed, never the
-    neighbour.
+    twice as many chunks as would be filled if each of ``takers`` programs took as many pages. Each
+    program has its place among these, at the front of the heap, and takes it to be free without
+    looking: what comes back from the attempt is the look. Then the hints lead. After a collision
+    the choice widens, fourfold each time, and it is hashed, never the neighbour.
     """
     lane = tl.arange(0, 64)
     order = floor_log2(n)
@@ -223,12 +229,11 @@ def take_within_chunk(heap, n, takers):
     cursor = tl.full((), 0, tl.int32)  # nothing fits before
     first = one_of(tl.minimum((width >> 6) + 1, words), salt >> 10)  # where to look first
     page = tl.full((), -1, tl.int32)
-    places = (tl.minimum(width, chunks) * CHUNK_PAGES).to(tl.float32)
-    place = program_index().to(tl.float32) / program_count().to(tl.float32) * places
-    target = tl.minimum(place.to(tl.int32) >> 6, chunks - 1)
+    place = spread(program_index(), tl.minimum(width, chunks) * CHUNK_PAGES)
+    target = place >> 6
     word = tl.full((), -1, tl.int64)
     start = word
-    at = tl.where(n == 1, place.to(tl.int32) & 63, 0)
+    at = tl.where(n == 1, place & 63, 0)
     while (page < 0) & (cursor < words):
         tries = tl.full((), 4, tl.int32)
         while (page < 0) & (start != 0) & (tries > 0):

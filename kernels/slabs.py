@@ -50,7 +50,7 @@ import triton.language as tl
 from .atomics import atomic_cas, atomic_load, fence
 from .bits import lowest_bit
 from .detached import draw, is_idle, settle
-from .lanes import lane_bits
+from .lanes import lane_bits, or_lanes
 from .layout import (
     ATTACHED,
     CLASS_SHIFT,
@@ -183,7 +183,7 @@ def open_pages(heap, cls, batch, used, state, takers):
         word = out + (cls.to(tl.int64) << CLASS_SHIFT) + (SLAB + state)
         mine = lane < batch
         ptr = page_word_ptr(heap, page + tl.where(mine, lane, 0))
-        tl.atomic_xchg(ptr, word, mask=mine, sem="relaxed")
+        was = tl.atomic_xchg(ptr, word, mask=mine, sem="relaxed")
         if (state & PUBLISHED) != 0:
             # The flag before the hint, as in settle.
             fence(heap + GRANTED + cls)
@@ -191,7 +191,9 @@ def open_pages(heap, cls, batch, used, state, takers):
             tl.atomic_or(hint_ptr(heap, ORDERS + cls, page >> 6), bit, sem="relaxed")
         tl.atomic_add(heap + GRANTED + cls, used.to(tl.int64), sem="relaxed")
         count_taken(heap, batch)
-        result = pack_stripe(page, batch, used)
+        # The page words before the live bits, or a wrong free could come between: whoever has slots
+        # has them from what the exchange returned, which is nothing (KIND_FREE).
+        result = pack_stripe(page, batch, used) | or_lanes(tl.where(mine, was, 0))
     return result
 
 
@@ -370,7 +372,8 @@ def prefetch(heap, cls):
     if (atomic_load(ptr) == 0) & (batch > 0) & (is_filling(heap) == 0):
         enter_transit(heap)
         word = open_batch(heap, cls, batch)
-        install(heap, cls, word, cls * 0 + SPARE)
+        if word != 0:
+            install(heap, cls, word, cls * 0 + SPARE)
         leave_transit(heap, (word != 0).to(tl.int32))
     return cls * 0
 
@@ -440,7 +443,7 @@ def take_duty(heap, cls):
 def find_slots(heap, cls, need, crossed):
     """Slots for ``need`` requests of class ``cls`` when there were no tickets (int32 scalars).
     ``crossed`` != 0: our subtraction took the stripe below zero, so the refill is ours. Returns
-    (place, pages) as :func:`refill`.
+    (place, pages), the first two of :func:`refill`.
 
     First at the program's own stripe; then everywhere, until something is found or two passes
     were quiet (nothing found, nothing put back, nothing in hand): then both are 0, the memory is

@@ -122,15 +122,15 @@ ALL = (
         plan=mostly(60, preemptions=2),
     ),
     # A hint is dropped for a request that nothing can serve, while the memory for another comes
-    # back. The other, program 0, looks into the wrong chunk first: the first of the heap.
+    # back. The other, program 2, looks into the wrong chunk first: the first of the heap.
     Scenario(
         "hint_missing",
         pages=128,
         filler=125,
         before=(2 * PAGE, PAGE),
-        script=((malloc(3, 2 * PAGE),), (malloc(2, 3 * PAGE),), (free(0),)),
+        script=((free(0),), (malloc(2, 3 * PAGE),), (malloc(3, 2 * PAGE),)),
         plan=(
-            *directed(Turn(1, "drop_hints"), Turn(2), Turn(1, "drop_hints"), Turn(0)),
+            *directed(Turn(1, "drop_hints"), Turn(0), Turn(1, "drop_hints"), Turn(2)),
             (PCT(depth=3), 60),
         ),
     ),
@@ -342,39 +342,38 @@ ALL = (
         ),
     ),
     # Two frees in one chunk. The first has set its page bit and not yet its hint; the second has
-    # returned and set none, for nothing new is deserved. Who searches then, looking into the first
-    # chunk first, must wait for the first.
+    # returned and set none, for nothing new is deserved. Who searches then, looking into the
+    # first chunk first, must wait for the first.
     Scenario(
         "hint_of_another",
         pages=128,
         filler=126,
         before=(PAGE, PAGE),
-        script=((free(0),), (malloc(2, PAGE), free(1), malloc(3, PAGE)), ()),
-        plan=directed(Turn(1, "run_script", 3), Turn(0, "give_pages", 2), Turn(1)),
+        script=((free(0),), (), (malloc(2, PAGE), free(1), malloc(3, PAGE))),
+        plan=directed(Turn(2, "run_script", 3), Turn(0, "give_pages", 2), Turn(2)),
     ),
     # A page that is in use is moved from chunk to chunk, always behind a search for a whole one, in
-    # each of its three passes. Of three programs, 1 looks into the first chunk first, 2 into the
-    # second.
+    # each of its three passes. Program 1 looks into the second chunk first, 2 into the first.
     Scenario(
         "run_behind_a_search",
         pages=128,
         before=(PAGE,),
         script=(
             (malloc(6, 64 * PAGE),),
-            (free(1), malloc(2, PAGE), free(3), malloc(4, PAGE)),
             (free(0), malloc(1, PAGE), free(2), malloc(3, PAGE), free(4), malloc(5, PAGE)),
+            (free(1), malloc(2, PAGE), free(3), malloc(4, PAGE)),
         ),
         plan=directed(
             Turn(0, "whole_chunks", 2),
-            Turn(2, "run_script", 5),
-            Turn(0, "take_chunks"),
             Turn(1, "run_script", 5),
-            Turn(0, "whole_chunks", 2),
-            Turn(2, "run_script", 5),
             Turn(0, "take_chunks"),
-            Turn(1),
+            Turn(2, "run_script", 5),
             Turn(0, "whole_chunks", 2),
+            Turn(1, "run_script", 5),
+            Turn(0, "take_chunks"),
             Turn(2),
+            Turn(0, "whole_chunks", 2),
+            Turn(1),
             Turn(0),
         ),
     ),
