@@ -66,7 +66,7 @@ class Measurement:
         while self.pending and time.monotonic() < self.deadline:
             before = len(self.pending)
             self._run_child()
-            if len(self.pending) == before:
+            if len(self.pending) == before and time.monotonic() < self.deadline:
                 raise click.ClickException("the worker ended before its first row; see above")
 
     def _run_child(self) -> None:

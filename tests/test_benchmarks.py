@@ -237,6 +237,25 @@ def test_a_spent_budget_leaves_rows_unmeasured(tmp_path: Path) -> None:
     assert "not measured" in output
 
 
+BEGIN = json.dumps({"begin": "thread-64-8@32x1"})
+
+
+@pytest.mark.parametrize("said", ["", f"print({BEGIN!r}, flush=True)"], ids=["silent", "begun"])
+def test_a_budget_that_ends_within_the_first_row_is_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    real = child.subprocess.Popen
+
+    def start(_command: list[str], **options: Any) -> Any:
+        return real([sys.executable, "-c", f"import time\n{said}\ntime.sleep(60)"], **options)
+
+    monkeypatch.setattr(child.subprocess, "Popen", start)
+    job = Job((rows.make("thread", 64, 8),), "cpu", 1, 1, 1)
+    measurement = bench_device.Measurement(job, RowFile(tmp_path), row_seconds=60.0, budget=1.0)
+    measurement.run()
+    assert measurement.pending == list(job.rows)
+
+
 @pytest.mark.parametrize("pattern", ["no-such-row", "("])
 def test_a_pattern_without_rows_is_refused(tmp_path: Path, pattern: str) -> None:
     assert run_command(tmp_path, "--rows", pattern)[0] == 2
