@@ -76,7 +76,8 @@ def settle(heap, chunk, pages, word):
     idle, publish those that no search would find; returns 0. ``word`` is a guess at all of them,
     idle or hidden, and of their class.
 
-    Whoever makes a page idle or hidden by its change of the page word calls this. A failed
+    Whose subtraction leaves a page idle or hidden calls this. (Whole pages, and those that
+    unpublish passes, are hidden while they are full: there is nothing to find.) A failed
     compare-and-swap means that the guess was wrong or the word changed again, so it is looked at
     again; a page that serves another class by now was retired and is others' business. The
     caller is in transit: a retired page is in hand until its bit is set, and a page whose flag is

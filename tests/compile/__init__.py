@@ -5,6 +5,7 @@ reference       a kernel that compile times are measured against
 cases           what is compiled: these kernels and the kernels' own entry points
 targets         compiles one case for one target and reads its resources
 measure         runs targets in processes that do not interpret
+release         whether an ordinary heap's code knows of debug heaps
 budget          the committed limits, and how a measurement is held against them
 update          writes the limits from a measurement
 

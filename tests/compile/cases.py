@@ -130,3 +130,9 @@ def all_cases() -> list[Case]:
         for types, warps, constexprs in variants:
             cases.append(Case(module, name, types, warps, constexprs))
     return cases
+
+
+COMPARED = ("malloc_scalar", "malloc_lanes", "free_scalar", "free_lanes", "usable_size_lanes",
+            "zeros_scalar", "realloc_scalar")  # fmt: skip
+"""User kernels whose code for an ordinary heap is compared with what it would be without debug
+heaps."""

@@ -9,18 +9,8 @@ import json
 import re
 from dataclasses import replace
 
-from tests.compile.cases import DEBUG_HEAP, HOT, OTHER, Case, user_case
+from tests.compile.cases import COMPARED, DEBUG_HEAP, HOT, OTHER, Case, user_case
 from tests.compile.targets import compile_case
-
-NAMES = (
-    "malloc_scalar",
-    "malloc_lanes",
-    "free_scalar",
-    "free_lanes",
-    "usable_size_lanes",
-    "zeros_scalar",
-    "realloc_scalar",
-)
 
 # What depends on where in the source an instruction comes from.
 SOURCE_LINES = re.compile(r"^\s*(\.loc|\.file|\$L__|//).*$\n?|//.*$", re.M)
@@ -46,7 +36,7 @@ def compare(name: str, heap: str) -> dict[str, object]:
 
 
 def main() -> None:
-    found = {name: compare(name, "*i64") for name in NAMES}
+    found = {name: compare(name, "*i64") for name in COMPARED}
     found["malloc_scalar+debug"] = compare("malloc_scalar", DEBUG_HEAP)
     print(json.dumps(found))
 
