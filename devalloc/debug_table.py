@@ -26,7 +26,7 @@ from devalloc.leaks import LeakReport
 from devalloc.sizes import PAGE_BYTES
 from devalloc.sources import Segment, Source
 
-REACH_WORDS = 32
+REACH_WORDS = 8
 """Words of a freed block that are poisoned, unless all are: writes to later ones are missed."""
 
 OWN_TAGS = 256
