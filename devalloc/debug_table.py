@@ -21,13 +21,10 @@ from devalloc.errors import (
     Overflow,
     UseAfterFree,
 )
-from devalloc.kernels import debug_upkeep, guards, layout, table
+from devalloc.kernels import debug_upkeep, layout, table
 from devalloc.leaks import LeakReport
 from devalloc.sizes import PAGE_BYTES
 from devalloc.sources import Segment, Source
-
-REACH_WORDS = 8
-"""Words of a freed block that are poisoned, unless all are: writes to later ones are missed."""
 
 OWN_TAGS = 256
 """Tags below are the user's own numbers; names get those from here on."""
@@ -136,7 +133,7 @@ class DebugTable:
     def __init__(self, source: Source, pages: int, base: int, everything: bool) -> None:
         self.pages = pages
         self.base = base
-        self.reach = guards.UNLIMITED.value if everything else REACH_WORDS
+        self._everything = everything
         self._entries = (table.MARKS.value + pages + 1) // 2 * 2
         segment = Segment(source, (self._entries + pages * _CELLS * _ENTRY) * 8)
         self._address = segment.address
@@ -146,8 +143,8 @@ class DebugTable:
         """Empty the table and write its place into a control block, on the current stream."""
         self._words.zero_()
         first = table.TABLE_WORD.value
-        place = torch.tensor([self._address, self._entries, self.reach], dtype=torch.int64)
-        control[first : first + 3].copy_(place)
+        words = [self._address, self._entries, int(self._everything)]
+        control[first : first + 3].copy_(torch.tensor(words, dtype=torch.int64))
 
     def now(self) -> int:
         ticks = torch.zeros(1, dtype=torch.int64, device=self._words.device)

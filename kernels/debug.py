@@ -19,8 +19,8 @@ Order
 Reuse (ABA)
     A free with an address that was handed out again is a free of the new block, as in ``heap``.
 Progress
-    As ``heap``: nothing waits. The cost of a call is bounded by the heap's reach, unless that is
-    unlimited; then it grows with the size of the block.
+    As ``heap``: nothing waits. The cost of a call is bounded, unless the heap watches everything;
+    then it grows with the size of the block.
 """
 
 import triton
@@ -28,14 +28,20 @@ import triton.language as tl
 
 from .atomics import atomic_load, fence
 from .guards import (
+    any_bit,
     as_mask,
     block_at,
     columns,
     diagnose_lanes,
     far_end,
-    guards_changed,
+    front_wrong,
+    head_wrong,
+    load_entry,
+    load_head,
     load_once,
     near_end,
+    near_wrong,
+    poison_head,
     poison_span,
     poisoned_words,
     span_changed,
@@ -52,6 +58,7 @@ from .layout import (
     MAX_SLOT,
     PAGE_LOG2,
     load_base,
+    place_of,
 )
 from .payload import as_column, copy, fill_zero
 from .table import (
@@ -60,6 +67,7 @@ from .table import (
     BY_REALLOC,
     ENTRY_WORDS,
     EPOCH_SHIFT,
+    HEAD_WORDS,
     RUN_USE,
     block_bytes,
     clock_ticks,
@@ -78,14 +86,6 @@ from .table import (
     record_fault,
     renewed,
 )
-
-
-@triton.jit
-def load_entry(entry, active):
-    """Both words of the entries of blocks that the caller has; 0 in other lanes."""
-    word = tl.load(entry, mask=active, other=0)
-    return word, tl.load(entry + 1, mask=active, other=0)
-
 
 # malloc ---------------------------------------------------------------------------------------
 
@@ -110,45 +110,54 @@ def mark_run(heap, page, pages):
 
 
 @triton.jit
-def adopt(heap, addr, padded, got):
-    """Look at what the blocks that the active lanes were just given have been through.
+def adopt(heap, addr, padded, active):
+    """Look at what the blocks at ``addr``, which mallocs of ``padded`` bytes by the active lanes
+    were just given, have been through; 0 is no block.
 
     Returns ``(epoch, known, word)``: the epoch of their pages; the lanes whose block was one
     before, since when nothing else lay there; and the first word of its entry. Writes after its
-    free are recorded, if they are within reach.
+    free are recorded, if they are where the heap watches.
     """
-    _inside, page, granule = locate(heap, addr, got)
-    use = page_use(padded)
-    ptr = mark_ptr(heap, page)
-    mark = load_once(ptr, got)
-    word, birth = load_entry(entry_ptr(heap, page, granule), got)
+    got = addr != 0
+    large = got & (padded > MAX_SLOT)
+    page, _granule = place_of(load_base(heap), addr)
+    use = page_use(padded, active)
+    # All that depends on the address alone is on its way before any is waited for.
+    mark = load_once(mark_ptr(heap, page), got)
+    word, birth = load_entry(entry_ptr(heap, addr), got)
+    head = load_head(addr, got)
     anew = got & (mark_use(mark) != use)
-    mark = tl.where(anew, renewed(mark, use), mark)
-    tl.atomic_xchg(ptr, mark, mask=anew, sem="relaxed")
+    # (A branch, also because the compiler moves loads down to where their values are used, and
+    # waits for one after the other there, unless there is a branch in between.)
+    if any_lane(anew):
+        mark = tl.where(anew, renewed(mark, use), mark)
+        tl.atomic_xchg(mark_ptr(heap, page), mark, mask=anew, sem="relaxed")
     epoch = mark_epoch(mark)
     known = got & (anew == 0) & (word != 0) & (entry_epoch(birth) == epoch)
     nbytes = entry_size(word)
-    poisoned = poisoned_words(heap, nbytes)
-    # (Of a run, the pages that still are what they were when it was freed; what was behind its end
-    # may be another's by now.)
-    slots = known & (padded <= MAX_SLOT)
-    rest = got & (padded > MAX_SLOT)
-    while any_lane(rest):
-        lane = first_lane(rest)
-        here = lane_index(rest) == lane
-        pages = block_bytes(pick(padded, lane)) >> PAGE_LOG2
-        pages = mark_run(heap, pick(page, lane), pages.to(tl.int32)).to(tl.int64)
-        words = tl.minimum(poisoned, pages << (PAGE_LOG2 - 3))
-        poisoned = tl.where(here, words, poisoned)
-        rest = rest & (here == 0)
-    changed = span_changed(addr, nbytes & 0, poisoned, known)
-    changed = changed | guards_changed(addr, nbytes, False, slots)
-    if watches_all(heap):
-        end = far_end(heap, nbytes, block_bytes(padded))
-        changed = changed | span_changed(addr, near_end(nbytes), end, slots)
-    if changed:
-        wrong = diagnose_lanes(heap, addr, poisoned, BY_MALLOC, False, known)
-        known = known & (wrong == 0)
+    # (What was behind the end of a run may be another's by now.)
+    slots = known & (large == 0)
+    changed = any_bit(head_wrong(head, nbytes, known) | near_wrong(addr, nbytes, slots))
+    everything = watches_all(heap)
+    if changed | everything | any_lane(large):
+        # Of a run, the words in pages that still are what they were when it was freed.
+        poisoned = poisoned_words(heap, nbytes)
+        rest = large
+        while any_lane(rest):
+            lane = first_lane(rest)
+            here = lane_index(rest) == lane
+            pages = block_bytes(pick(padded, lane)) >> PAGE_LOG2
+            pages = mark_run(heap, pick(page, lane), pages.to(tl.int32)).to(tl.int64)
+            words = tl.minimum(poisoned, pages << (PAGE_LOG2 - 3))
+            poisoned = tl.where(here, words, poisoned)
+            rest = rest & (here == 0)
+        if everything:
+            end = far_end(heap, nbytes, block_bytes(padded))
+            changed = changed | span_changed(addr, nbytes * 0 + HEAD_WORDS, poisoned, known)
+            changed = changed | span_changed(addr, near_end(nbytes), end, slots)
+        if changed:
+            wrong = diagnose_lanes(heap, addr, poisoned, BY_MALLOC, False, known)
+            known = known & (wrong == 0)
     return epoch, known, word
 
 
@@ -161,8 +170,8 @@ def guard(heap, addr, nbytes, tag, epoch, near, front, active):
         if watches_all(heap):
             end = far_end(heap, nbytes, block_bytes(padded_size(nbytes)))
             poison_span(addr, near_end(nbytes), end, active & near)
-    _inside, page, granule = locate(heap, addr, active)
-    entry = entry_ptr(heap, page, granule)
+    _page, granule = place_of(load_base(heap), addr)
+    entry = entry_ptr(heap, addr)
     birth = clock_ticks() + (epoch << EPOCH_SHIFT)
     word = pack_entry(nbytes, tag + nbytes * 0, granule)
     column = columns(addr, ENTRY_WORDS)
@@ -177,7 +186,7 @@ def malloc_guarded(heap, nbytes, active, tag, ZERO: tl.constexpr):
     padded = padded_size(nbytes)
     addr = malloc_any(heap, padded, active)
     got = addr != 0
-    epoch, known, word = adopt(heap, addr, padded, got)
+    epoch, known, word = adopt(heap, addr, padded, active)
     same = known & (entry_size(word) == nbytes)
     if ZERO:
         fill_zero(addr, tl.where(got, nbytes, 0))
@@ -193,7 +202,7 @@ def malloc_guarded(heap, nbytes, active, tag, ZERO: tl.constexpr):
 def check_guards(heap, addr, nbytes, page, finder, active):
     """Look at the guards of live blocks that the active lanes have, record what was written to
     them, and mend them."""
-    changed = guards_changed(addr, nbytes, True, active)
+    changed = any_bit(near_wrong(addr, nbytes, active) | front_wrong(addr, active))
     if watches_all(heap):
         end = far_end(heap, nbytes, block_at(heap, page, active))
         # (With more, free would need half as many registers again, in any debug heap.)
@@ -209,7 +218,7 @@ def free_guarded(heap, addr, active):
     """``api.free`` for int64 addresses."""
     active = active & (addr != 0)
     inside, page, granule = locate(heap, addr, active)
-    entry = entry_ptr(heap, page, granule)
+    entry = entry_ptr(heap, addr)
     live = live_flag(granule)
     fence(heap + ERRORS)
     word = tl.atomic_and(entry, live ^ -1, mask=inside, sem="relaxed")
@@ -217,7 +226,9 @@ def free_guarded(heap, addr, active):
     mine = (word & live) != 0
     nbytes = entry_size(word)
     check_guards(heap, addr, nbytes, page, BY_FREE, mine)
-    poison_span(addr, addr & 0, poisoned_words(heap, nbytes), mine)
+    poison_head(heap, addr, nbytes, mine)
+    if watches_all(heap):
+        poison_span(addr, nbytes * 0 + HEAD_WORDS, poisoned_words(heap, nbytes), mine)
     wrong = active & (mine == 0)
     while any_lane(wrong):
         lane = first_lane(wrong)
@@ -244,8 +255,8 @@ def report_not_live(heap, addr, word):
 @triton.jit
 def live_entry(heap, addr, active):
     """``(entry, word)`` at int64 addresses: the word is 0 where no block is live."""
-    inside, page, granule = locate(heap, addr, active)
-    entry = entry_ptr(heap, page, granule)
+    inside, _page, granule = locate(heap, addr, active)
+    entry = entry_ptr(heap, addr)
     word = atomic_load(entry, inside)
     return entry, tl.where((word & live_flag(granule)) != 0, word, 0)
 
@@ -272,7 +283,7 @@ def realloc_guarded(heap, addr, nbytes, active, tag):
     padded = padded_size(nbytes)
     new = malloc_any(heap, padded, moves)
     got = new != 0
-    epoch, fresh, _old = adopt(heap, new, padded, got)
+    epoch, fresh, _old = adopt(heap, new, padded, moves)
     copy(addr, new, tl.where(got, tl.minimum(have, nbytes), 0))
     guard(heap, new, nbytes, owner, epoch, got, fresh == 0, got)
     if any_lane(stays):

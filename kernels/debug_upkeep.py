@@ -6,10 +6,12 @@ import triton.language as tl
 from .api import malloc
 from .atomics import atomic_load
 from .guards import (
+    any_bit,
     diagnose_lanes,
     far_end,
-    guards_changed,
+    front_wrong,
     near_end,
+    near_wrong,
     poisoned_words,
     span_changed,
 )
@@ -24,7 +26,7 @@ from .layout import (
 )
 from .table import (
     BY_AUDIT,
-    CELL_GRANULES_LOG2,
+    CELL_LOG2,
     PAGE_CELLS,
     RUN_USE,
     clock_ticks,
@@ -79,8 +81,8 @@ def audit_kernel(heap, live_count, BLOCK: tl.constexpr):
     heap = control_block(heap)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     page = (first // PAGE_CELLS).to(tl.int32)
-    cell = (first % PAGE_CELLS).to(tl.int32) + tl.arange(0, BLOCK)
-    entry = entry_ptr(heap, page, cell << CELL_GRANULES_LOG2)
+    cell = load_base(heap) + ((first + tl.arange(0, BLOCK)) << CELL_LOG2)
+    entry = entry_ptr(heap, cell)
     word = tl.load(entry)
     birth = tl.load(entry + 1)
     mark = atomic_load(mark_ptr(heap, page))
@@ -88,9 +90,7 @@ def audit_kernel(heap, live_count, BLOCK: tl.constexpr):
     if any_lane(used):
         live = used & is_live(word)
         freed = used & (live == 0)
-        granule = (cell << CELL_GRANULES_LOG2) + entry_granule(word)
-        start = load_base(heap) + (page.to(tl.int64) << PAGE_LOG2)
-        addr = start + (granule << 4).to(tl.int64)
+        addr = cell + (entry_granule(word) << 4).to(tl.int64)
         nbytes = entry_size(word)
         use = mark_use(mark)
         block = class_bytes(tl.minimum(use, NUM_CLASSES - 1)).to(tl.int64) + nbytes * 0
@@ -107,9 +107,8 @@ def audit_kernel(heap, live_count, BLOCK: tl.constexpr):
                 block = tl.minimum(freed_run_bytes(heap, page, pages), nbytes) & -16
                 words = block >> 3
         poisoned = tl.minimum(poisoned_words(heap, nbytes), words)
-        changed = guards_changed(addr, nbytes, True, live)
-        changed = changed | guards_changed(addr, nbytes, False, slots)
-        changed = changed | span_changed(addr, nbytes & 0, poisoned, freed)
+        wrong = near_wrong(addr, nbytes, live | slots) | front_wrong(addr, live)
+        changed = any_bit(wrong) | span_changed(addr, nbytes & 0, poisoned, freed)
         end = far_end(heap, nbytes, block)
         changed = changed | span_changed(addr, near_end(nbytes), end, live | slots)
         if changed:

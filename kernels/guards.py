@@ -6,9 +6,12 @@ Every byte of a guard is POISON_BYTE. The guards of a live block of n bytes are
     near    from its end on: the rest of that granule (16 bytes) and, if there is room before the
             next block's front, one more
 
-and, if the heap's reach is unlimited, everything from there to the next block's front. What was
-freed is poison as far as the heap reaches: its first REACH words. Guards of a freed block are its
-poison and its near zone.
+and, if the heap watches everything, all from there to the next block's front. What was freed is
+poison: its head, which is its first HEAD_WORDS words, and, if the heap watches everything, the
+rest. Guards of a freed block are its poison and its near zone.
+
+Heads and the zones around a block are looked at by straight code, and one reduction tells whether
+anything is wrong at all. What that is, slow code finds out then.
 
 Why the front may lie in another's slot: a block has 32 bytes more than was asked for, so the last
 16 of a slot or run are nobody's memory, whoever has it. They are written by the malloc that first
@@ -42,9 +45,10 @@ from .layout import (
 )
 from .payload import as_column
 from .table import (
+    ALL_WORD,
     E_OVERFLOW,
     E_USE_AFTER_FREE,
-    REACH_WORD,
+    HEAD_WORDS,
     RUN_USE,
     entry_ptr,
     entry_size,
@@ -59,20 +63,13 @@ POISON = tl.constexpr(0xDBDBDBDBDBDBDBDB - (1 << 64))
 MAX_THREADS = tl.constexpr(1024)  # of a program
 FRONT_WORDS = tl.constexpr(2)
 LONG_SPAN = tl.constexpr(512)  # words; longer spans are handled one by one by the whole program
-UNLIMITED = tl.constexpr(1 << 40)  # a reach of so many words or more
 NOWHERE = tl.constexpr(1 << 62)
-
-
-@triton.jit
-def reach(heap):
-    """How many words of a freed block are poisoned at most (int64)."""
-    return load_immutable(heap, REACH_WORD)
 
 
 @triton.jit
 def watches_all(heap):
     """Whether everything behind a block and all of a freed block is watched."""
-    return reach(heap) >= UNLIMITED
+    return load_immutable(heap, ALL_WORD) != 0
 
 
 @triton.jit
@@ -99,9 +96,16 @@ def far_end(heap, nbytes, block):
 
 
 @triton.jit
+def head_granules(nbytes):
+    """How many granules (int32) the head of a freed block of ``nbytes`` bytes has."""
+    return (tl.minimum(nbytes, HEAD_WORDS * 8).to(tl.int32) + 15) >> 4
+
+
+@triton.jit
 def poisoned_words(heap, nbytes):
     """How many words of a freed block of ``nbytes`` bytes are poison; even."""
-    return tl.minimum(nbytes + 15 >> 4 << 1, reach(heap))
+    words = nbytes + 15 >> 4 << 1
+    return tl.where(watches_all(heap), words, tl.minimum(words, HEAD_WORDS))
 
 
 @triton.constexpr_function
@@ -154,13 +158,28 @@ def load_once(ptr, active):
     column = columns(ptr, 1)
     ptrs = as_column(ptr.to(tl.int64)).to(tl.pointer_type(tl.int64)) + column
     only = as_mask(active) & (column == 0)
-    words = tl.load(ptrs, mask=only, other=0, volatile=True)
-    words = tl.sum(words, axis=1)
+    words = tl.sum(tl.load(ptrs, mask=only, other=0, volatile=True), axis=1)
     if is_block(ptr):
         value = words
     else:
         value = tl.sum(words, axis=0)
     return value
+
+
+@triton.jit
+def load_entry(entry, active):
+    """Both words of the entries of blocks that the caller has; 0 in other lanes."""
+    if is_block(entry):
+        # One access for both, by the thread that looks at the lane's other tiles.
+        column = columns(entry, 2)
+        inside = as_mask(active) & (column < 2)
+        words = tl.load(tile_ptr(entry.to(tl.int64), column), mask=inside, other=0)
+        first = tl.sum(tl.where(column == 0, words, 0), axis=1)
+        second = tl.sum(tl.where(column == 1, words, 0), axis=1)
+    else:
+        first = tl.load(entry, mask=active, other=0)
+        second = tl.load(entry + 1, mask=active, other=0)
+    return first, second
 
 
 @triton.jit
@@ -172,10 +191,14 @@ def halves(words):
 @triton.jit
 def any_bit(tile):
     """Whether any bit of a tile of int32 is set (scalar)."""
-    return tl.max(tile.to(tl.uint32, bitcast=True)) != 0
+    rows = tl.max(tile.to(tl.uint32, bitcast=True), axis=1)
+    return tl.max(rows, axis=0) != 0
 
 
 # Guards of live blocks ------------------------------------------------------------------------
+#
+# What is wrong with a zone is a tile of int32 with a row per lane, 0 where nothing is, for
+# :func:`any_bit`; whose zone it is, :func:`diagnose_lanes` finds out.
 
 
 @triton.jit
@@ -196,19 +219,23 @@ def near_granules(addr, nbytes, column):
 
 
 @triton.jit
-def guards_changed(addr, nbytes, front: tl.constexpr, active):
-    """Whether a guard word of a block of the active lanes is not poison (scalar); the front is
-    looked at only with ``front``. Which lane's, :func:`diagnose_lanes` finds out."""
+def near_wrong(addr, nbytes, active):
+    """What is not poison in the near zones of blocks of the active lanes."""
     column = columns(addr, 2)
     active = as_mask(active) & (column < 2)
     ptr, mask, second = near_granules(addr, nbytes, column)
     words = tl.load(ptr, mask=active, other=POISON)
     more = tl.load(ptr + 2, mask=active & second, other=POISON)
-    wrong = ((words ^ POISON) & mask) | (more ^ POISON)
-    if front:
-        words = tl.load(tile_ptr(addr - 16, column), mask=active, other=POISON)
-        wrong = wrong | (words ^ POISON)
-    return any_bit(halves(wrong))
+    return halves(((words ^ POISON) & mask) | (more ^ POISON))
+
+
+@triton.jit
+def front_wrong(addr, active):
+    """What is not poison in the fronts of blocks of the active lanes."""
+    column = columns(addr, 2)
+    active = as_mask(active) & (column < 2)
+    words = tl.load(tile_ptr(addr - 16, column), mask=active, other=POISON)
+    return halves(words ^ POISON)
 
 
 @triton.jit
@@ -225,7 +252,45 @@ def write_guards(addr, nbytes, near, front):
     tl.store(tile_ptr(addr - 16, column), poison, mask=as_mask(front) & (column < 2))
 
 
-# Spans of poison ------------------------------------------------------------------------------
+# Poison ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_head(addr, active):
+    """The heads of blocks of the active lanes, as tiles of words one behind the other. (Of the
+    address alone: they are under way while the entry still is.)"""
+    column = columns(addr, 2)
+    inside = as_mask(active) & (column < HEAD_WORDS)
+    ptr = tile_ptr(addr, column)
+    tiles = ()
+    for first in tl.static_range(0, HEAD_WORDS, column.shape[1]):
+        tiles += (tl.load(ptr + first, mask=inside),)
+    return tiles
+
+
+@triton.jit
+def head_wrong(tiles, nbytes, active):
+    """What is not poison in the heads of freed blocks of ``nbytes`` of the active lanes."""
+    column = columns(nbytes, 2)
+    count = as_column(tl.where(active, head_granules(nbytes), 0))
+    wrong = (column + count) & 0
+    for i in tl.static_range(len(tiles)):
+        inside = (column + i * column.shape[1]) // 2 < count
+        wrong = wrong | tl.where(inside, halves(tiles[i] ^ POISON), 0)
+    return wrong
+
+
+@triton.jit
+def poison_head(heap, addr, nbytes, active):
+    """Poison the heads of blocks of ``nbytes`` of the active lanes."""
+    column = columns(addr, 2)
+    count = as_column(tl.where(active, head_granules(nbytes), 0))
+    ptr = tile_ptr(addr, column)
+    # (No constant as far as the compiler can see, or it would load registers with it anew for every
+    # store. The heap begins with a page, so its address is even.)
+    poison = tl.zeros(ptr.shape, tl.int64) + (POISON + (load_base(heap) & 1))
+    for first in tl.static_range(0, HEAD_WORDS, column.shape[1]):
+        tl.store(ptr + first, poison, mask=(column + first) // 2 < count)
 
 
 @triton.jit
@@ -332,8 +397,8 @@ def block_at(heap, page, active):
 @triton.jit
 def entry_at(heap, addr):
     """``(page, entry)`` of the block at an address (int64 scalar)."""
-    page, granule = place_of(load_base(heap), addr)
-    return page, entry_ptr(heap, page, granule)
+    page, _granule = place_of(load_base(heap), addr)
+    return page, entry_ptr(heap, addr)
 
 
 @triton.jit(noinline=True)

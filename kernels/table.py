@@ -2,7 +2,7 @@
 
 It lies apart from the data and from the control block, so that nothing a user overwrites in the
 data can change what will be said about it. Its address is in the control block, whose words
-TABLE_WORD, ENTRIES_WORD and REACH_WORD are immutable like all up to 31, and unused in an ordinary
+TABLE_WORD, ENTRIES_WORD and ALL_WORD are immutable like all up to 31, and unused in an ordinary
 heap.
 
     word            what                                              written by
@@ -48,6 +48,7 @@ from .layout import (
     MAX_SLOT,
     PAGE_LOG2,
     class_bytes,
+    load_base,
     load_immutable,
     program_index,
     size_class,
@@ -56,15 +57,16 @@ from .target import has_ptx, is_interpreted, nanoseconds
 
 TABLE_WORD = tl.constexpr(16)  # of the control block: address of the table
 ENTRIES_WORD = tl.constexpr(17)  # the first of its words that belongs to an entry
-REACH_WORD = tl.constexpr(18)  # how many words of a freed block are poisoned at most
+ALL_WORD = tl.constexpr(18)  # 1: everything is watched, whatever it costs
 
 FAULTS = tl.constexpr(8)
 FAULT_WORDS = tl.constexpr(8)
 MAX_FAULTS = tl.constexpr(32)
 MARKS = tl.constexpr(512)
-CELL_BYTES = tl.constexpr(64)
-CELL_GRANULES_LOG2 = tl.constexpr(2)
+CELL_LOG2 = tl.constexpr(6)
+CELL_BYTES = tl.constexpr(1 << 6)
 PAGE_CELLS = tl.constexpr(1 << 10)
+HEAD_WORDS = tl.constexpr(8)  # of a freed block, which are always poison
 ENTRY_WORDS = tl.constexpr(2)
 
 # Kinds of error beside those of `layout`; counted with them.
@@ -126,10 +128,10 @@ def mark_ptr(heap, page):
 
 
 @triton.jit
-def entry_ptr(heap, page, granule):
-    """The first word of the entry of a block that begins at ``granule`` (int32) of ``page``."""
-    cell = (page.to(tl.int64) << 10) + (granule >> CELL_GRANULES_LOG2).to(tl.int64)
-    return table_ptr(heap) + (load_immutable(heap, ENTRIES_WORD) + cell * ENTRY_WORDS)
+def entry_ptr(heap, addr):
+    """The first word of the entry of a block that begins at ``addr``."""
+    cell = (addr - load_base(heap)) >> CELL_LOG2
+    return table_ptr(heap) + load_immutable(heap, ENTRIES_WORD) + cell * ENTRY_WORDS
 
 
 # Fields ---------------------------------------------------------------------------------------
@@ -209,10 +211,12 @@ def padded_size(nbytes):
 
 
 @triton.jit
-def page_use(padded):
-    """What the first page of a block of ``padded`` bytes is cut for (int32)."""
-    small = tl.minimum(tl.maximum(padded, 1), MAX_SLOT).to(tl.int32)
-    return tl.where(padded <= MAX_SLOT, size_class(small), RUN_USE)
+def page_use(padded, active):
+    """What the first pages of blocks of ``padded`` bytes are cut for (int32). (Computed as malloc
+    has it, which the compiler then does once.)"""
+    small = active & (padded > 0) & (padded <= MAX_SLOT)
+    classes = size_class(tl.where(small, padded, 1).to(tl.int32))
+    return tl.where(padded <= MAX_SLOT, classes, RUN_USE)
 
 
 @triton.jit

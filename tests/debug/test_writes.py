@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from devalloc import Overflow, UseAfterFree
-from devalloc.debug_table import REACH_WORDS
+from devalloc.kernels.table import HEAD_WORDS
 from devalloc.sizes import PAGE_BYTES
 from tests import user_kernels as uk
 from tests.conftest import ON_GPU
@@ -148,7 +148,7 @@ def test_near_zones_end_before_the_next_front() -> None:
 
 def offset_in(size: int, debug: bool | str) -> int:
     """Where to write in a freed block: the last byte that is watched, or one in the middle."""
-    return size // 2 if debug == "full" else min(size, REACH_WORDS * 8) - 1
+    return size // 2 if debug == "full" else min(size, HEAD_WORDS.value * 8) - 1
 
 
 @pytest.mark.parametrize("debug", MODES)
@@ -177,9 +177,9 @@ def test_use_after_free_is_found(size: int, shape: str, debug: bool | str) -> No
 
 
 @pytest.mark.parametrize("debug", MODES)
-@pytest.mark.parametrize("offset", [REACH_WORDS * 8, 999])
+@pytest.mark.parametrize("offset", [HEAD_WORDS.value * 8, 999])
 def test_reach(offset: int, debug: bool | str) -> None:
-    """What is behind the reach in a freed block is watched if everything is, and only then."""
+    """What is behind the head of a freed block is watched if everything is, and only then."""
     with debug_heap(debug=debug) as heap:
         addr = int(malloc(heap, [1000], [1])[0])
         free(heap, [addr])
