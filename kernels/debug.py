@@ -137,7 +137,7 @@ def adopt(heap, addr, padded, active):
     nbytes = entry_size(word)
     # (What was behind the end of a run may be another's by now.)
     slots = known & (large == 0)
-    changed = any_bit(head_wrong(head, nbytes, known) | near_wrong(addr, nbytes, slots))
+    changed = any_bit(head_wrong(head, nbytes, known)) | any_bit(near_wrong(addr, nbytes, slots))
     everything = watches_all(heap)
     if changed | everything | any_lane(large):
         # Of a run, the words in pages that still are what they were when it was freed.

@@ -62,6 +62,9 @@ POISON_BYTE = 0xDB
 POISON = tl.constexpr(0xDBDBDBDBDBDBDBDB - (1 << 64))
 MAX_THREADS = tl.constexpr(1024)  # of a program
 FRONT_WORDS = tl.constexpr(2)
+# A sector is what memory is read and written by: a head's words are handled by so many, or the
+# second half would come and go by itself.
+SECTOR_WORDS = tl.constexpr(4)
 LONG_SPAN = tl.constexpr(512)  # words; longer spans are handled one by one by the whole program
 NOWHERE = tl.constexpr(1 << 62)
 
@@ -259,7 +262,7 @@ def write_guards(addr, nbytes, near, front):
 def load_head(addr, active):
     """The heads of blocks of the active lanes, as tiles of words one behind the other. (Of the
     address alone: they are under way while the entry still is.)"""
-    column = columns(addr, 2)
+    column = columns(addr, SECTOR_WORDS)
     inside = as_mask(active) & (column < HEAD_WORDS)
     ptr = tile_ptr(addr, column)
     tiles = ()
@@ -271,7 +274,7 @@ def load_head(addr, active):
 @triton.jit
 def head_wrong(tiles, nbytes, active):
     """What is not poison in the heads of freed blocks of ``nbytes`` of the active lanes."""
-    column = columns(nbytes, 2)
+    column = columns(nbytes, SECTOR_WORDS)
     count = as_column(tl.where(active, head_granules(nbytes), 0))
     wrong = (column + count) & 0
     for i in tl.static_range(len(tiles)):
@@ -283,7 +286,7 @@ def head_wrong(tiles, nbytes, active):
 @triton.jit
 def poison_head(heap, addr, nbytes, active):
     """Poison the heads of blocks of ``nbytes`` of the active lanes."""
-    column = columns(addr, 2)
+    column = columns(addr, SECTOR_WORDS)
     count = as_column(tl.where(active, head_granules(nbytes), 0))
     ptr = tile_ptr(addr, column)
     # (No constant as far as the compiler can see, or it would load registers with it anew for every
