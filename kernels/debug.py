@@ -162,11 +162,11 @@ def adopt(heap, addr, padded, active):
 
 
 @triton.jit
-def guard(heap, addr, nbytes, tag, epoch, near, front, active):
+def guard(heap, addr, nbytes, tag, epoch, near, front, active, KEEP: tl.constexpr):
     """Make blocks of the active lanes known: write the guards of those in ``near`` and ``front``,
-    then their entries."""
+    then their entries. Without ``KEEP`` nothing is in them yet."""
     if any_lane(active & (near | front)):
-        write_guards(addr, nbytes, active & near, active & front)
+        write_guards(addr, nbytes, active & near, active & front, KEEP)
         if watches_all(heap):
             end = far_end(heap, nbytes, block_bytes(padded_size(nbytes)))
             poison_span(addr, near_end(nbytes), end, active & near)
@@ -191,7 +191,7 @@ def malloc_guarded(heap, nbytes, active, tag, ZERO: tl.constexpr):
     if ZERO:
         fill_zero(addr, tl.where(got, nbytes, 0))
         same = known & (known == 0)
-    guard(heap, addr, nbytes, tag, epoch, same == 0, known == 0, got)
+    guard(heap, addr, nbytes, tag, epoch, same == 0, known == 0, got, ZERO)
     return addr
 
 
@@ -285,7 +285,7 @@ def realloc_guarded(heap, addr, nbytes, active, tag):
     got = new != 0
     epoch, fresh, _old = adopt(heap, new, padded, moves)
     copy(addr, new, tl.where(got, tl.minimum(have, nbytes), 0))
-    guard(heap, new, nbytes, owner, epoch, got, fresh == 0, got)
+    guard(heap, new, nbytes, owner, epoch, got, fresh == 0, got, True)
     if any_lane(stays):
         shrink(heap, addr, nbytes, owner, word, entry, stays)
     free_guarded(heap, addr, active & (got | (nbytes == 0) | (known == 0)))
@@ -299,7 +299,7 @@ def shrink(heap, addr, nbytes, owner, word, entry, stays):
     fence(heap + ERRORS)
     check_guards(heap, addr, entry_size(word), page, BY_REALLOC, stays)
     less = stays & (nbytes != entry_size(word))
-    write_guards(addr, nbytes, less, less & (less == 0))
+    write_guards(addr, nbytes, less, less & (less == 0), True)
     if watches_all(heap):
         end = far_end(heap, nbytes, block_at(heap, page, stays))
         poison_span(addr, near_end(nbytes), end, less)

@@ -242,15 +242,18 @@ def front_wrong(addr, active):
 
 
 @triton.jit
-def write_guards(addr, nbytes, near, front):
-    """Poison the near zones of the lanes in ``near`` and the fronts of those in ``front``."""
+def write_guards(addr, nbytes, near, front, KEEP: tl.constexpr):
+    """Poison the near zones of the lanes in ``near`` and the fronts of those in ``front``. With
+    ``KEEP`` what a block has in the granule in which it ends stays; otherwise it may be lost."""
     column = columns(addr, 2)
     near = as_mask(near) & (column < 2)
     ptr, mask, second = near_granules(addr, nbytes, column)
-    # The granule may be the block's in part.
-    words = tl.load(ptr, mask=near & as_mask((nbytes & 15) != 0), other=POISON)
-    tl.store(ptr, (words & (mask ^ -1)) | (mask & POISON), mask=near)
     poison = tl.full(ptr.shape, POISON, tl.int64)
+    words = poison
+    if KEEP:
+        words = tl.load(ptr, mask=near & as_mask((nbytes & 15) != 0), other=POISON)
+        words = (words & (mask ^ -1)) | (mask & POISON)
+    tl.store(ptr, words, mask=near)
     tl.store(ptr + 2, poison, mask=near & second)
     tl.store(tile_ptr(addr - 16, column), poison, mask=as_mask(front) & (column < 2))
 
