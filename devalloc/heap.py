@@ -60,7 +60,7 @@ class Heap:
         Where the memory comes from. Default: cudaMalloc, or host memory when interpreting.
     debug : bool or "full"
         Find overflows, uses after free, double frees and leaks, and say whose block it was: see
-        docs/debug.md. The first 256 bytes of a freed block are watched, with "full" all of them.
+        docs/debug.md. The first 64 bytes of a freed block are watched, with "full" all of them.
         Takes memory for a quarter of the capacity more, and at least twice the memory per block.
 
     Raises
