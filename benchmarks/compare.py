@@ -21,6 +21,7 @@ from benchmarks.results import RESULTS, ROOT, newest, read_rows
 DOCUMENT = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
 HOST = ROOT / "docs" / "host.md"
+DEBUG = ROOT / "docs" / "debug.md"
 ALL_ROWS = RESULTS / "README.md"
 DEVICE_TABLE, README_TABLE = "device", "readme"
 
@@ -73,6 +74,12 @@ def write_host_document(document: Path = HOST) -> None:
         tables.write_block(document, name, text)
 
 
+def write_debug_document(document: Path = DEBUG) -> None:
+    """The newest rows of a debug heap beside an ordinary one into ``document``."""
+    rows = read_rows(newest(RESULTS / "debug"))
+    tables.write_block(document, "debug", tables.debug_table(rows))
+
+
 @click.command("compare")
 @click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--write-docs", is_flag=True, help="Put tables and plots into the documents.")
@@ -100,6 +107,8 @@ def main(files: tuple[Path, ...], write_docs: bool, width: tuple[int, int] | Non
             click.echo(f"wrote {path}")
         write_host_document()
         click.echo(f"wrote {HOST}")
+        write_debug_document()
+        click.echo(f"wrote {DEBUG}")
 
 
 if __name__ == "__main__":

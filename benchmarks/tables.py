@@ -123,6 +123,23 @@ def group_table(rows: list[dict[str, str]], peers: list[dict[str, str]], group: 
     return rows_table(found, peers) if found else None
 
 
+def debug_table(rows: list[dict[str, str]]) -> str:
+    """What a debug heap costs: what was measured with one, beside the same with an ordinary heap.
+
+    Raises
+    ------
+    KeyError
+        If a row was not measured with an ordinary heap.
+    """
+    found = {(row["row"], row["op"], row["allocator"]): float(row["median"]) for row in rows}
+    body = []
+    for (name, op, allocator), debug in found.items():
+        if allocator == "debug":
+            ordinary = found[name, op, "devalloc"]
+            body.append((name, op, show(ordinary), show(debug), f"{debug / ordinary:.1f}"))
+    return table(("row", "op", "ordinary, ms", "debug, ms", "ratio"), 2, body)
+
+
 APART = {
     "order": ("What order costs", "One turn of a loop of dependent atomics.", ()),
     "litmus": (

@@ -230,6 +230,24 @@ def test_later_files_replace_rows_of_earlier_ones(tmp_path: Path) -> None:
     assert [row["median"] for row in compare.merged(tuple(paths))] == ["2.0"]
 
 
+def test_what_a_debug_heap_costs() -> None:
+    row = rows.make("thread", 64, 1)
+    debug = rows.make("thread", 64, 1, allocator="debug")
+    ours = [our_row(row, "alloc", 0.004), our_row(row, "free", 0.002)]
+    both = [*ours, our_row(debug, "alloc", 0.010)]
+    assert "| thread-64-1 | alloc | 0.004 | 0.01 | 2.5 |" in tables.debug_table(both)
+    assert "| free |" not in tables.debug_table(both)
+    with pytest.raises(KeyError):
+        tables.debug_table(both[1:])
+
+
+def test_the_debug_document_is_made_of_its_rows(tmp_path: Path) -> None:
+    document = tmp_path / "debug.md"
+    shutil.copy(compare.DEBUG, document)
+    compare.write_debug_document(document)
+    assert document.read_text() == compare.DEBUG.read_text()
+
+
 # The command line
 
 
