@@ -35,6 +35,7 @@ from .layout import (
 from .pages import (
     FAR,
     count_given,
+    end_transit,
     enter_transit,
     first_hinted,
     give_pages,
@@ -206,7 +207,8 @@ def draw_from(heap, cls, chunk, words, free, need, salt):
     won = lane_bits(mine & (seen == expected))
     granted = popcount(won) << k
     tl.atomic_add(heap + GRANTED + cls, granted.to(tl.int64), sem="relaxed")
-    leave_transit(heap, (granted > 0).to(tl.int32))
+    # (What the swap returned says how many were granted.)
+    end_transit(heap, (granted > 0).to(tl.int32))
     return k, won
 
 
@@ -219,7 +221,7 @@ def draw(heap, cls, need, looks, least):
     the chunk that the bits count from, and in each page set the caller has 2**credits slots.
     pages = 0: nothing was found. At most ``looks`` hinted chunks are looked at; with 0 all are,
     and hints that lead to nothing are dropped. First fit by address, but over some candidates,
-    half as many as the launch has programs, so that these do not meet on the same page words.
+    16 times as many as the launch has programs, so that these do not meet on the same page words.
     """
     lane = tl.arange(0, 64)
     row = ORDERS + cls
@@ -228,9 +230,9 @@ def draw(heap, cls, need, looks, least):
     place = tl.full((), 0, tl.int64)
     pages = tl.full((), 0, tl.int64)
     left = tl.where(looks == 0, FAR, looks)
-    width = tl.maximum(program_count() >> 1, 16)
+    width = tl.minimum(program_count(), 1 << 12) << 4
     words = load_geometry(heap, G_ROW_WORDS).to(tl.int32)
-    front = tl.minimum((tl.minimum(width, 1 << 16) >> 6) + 1, words)  # where to look first
+    front = tl.minimum((width >> 6) + 1, words)  # where to look first
     start = one_of(front, salt >> 10)
     while left > 0:
         index, hints = first_hinted(heap, row, start)

@@ -15,6 +15,7 @@ import triton.language as tl
 from .atomics import atomic_load, fence
 from .bits import divide, lsr, mix, popcount, select_bit
 from .detached import is_hidden, is_idle, settle_lanes
+from .groups import alike, from_leader
 from .lanes import (
     any_lane,
     count_lanes,
@@ -132,9 +133,11 @@ def malloc_any(heap, nbytes, active):
     duty = count * 0
     half = count < 0
     whole = half
+    alone = count > 0
     if is_block(nbytes):
-        whole = count >= slots_of(size) * WHOLE_PAGES
-    if (count > 0) & (whole == 0):
+        alone = alone & (count == count_lanes(small))
+        whole = alone & (count >= slots_of(size) * WHOLE_PAGES)
+    if alone & (whole == 0):
         word = tl.atomic_add(stripe, -count.to(tl.int64), sem="acquire")
         duty += ((stripe_credits(word) >= 0) & (stripe_credits(word) < count)).to(tl.int32)
         half = half_used(word, slots_of(size), count)
@@ -143,7 +146,7 @@ def malloc_any(heap, nbytes, active):
             if stripe_credits(word) < 0:
                 # (Where everybody draws, nobody refills: somebody has to take that duty.)
                 whole = (count >= slots_of(size) * DRY_PAGES) & (is_drawing(word) == 0)
-                if (whole == 0) & (count == count_lanes(small)):
+                if whole == 0:
                     word, duty = await_slots(heap, cls, count)
     if is_block(nbytes):
         if whole:
@@ -158,7 +161,7 @@ def malloc_any(heap, nbytes, active):
             ptr, bit = live_bit(live, page, granule)
             lost = got & heard(ptr, bit, taken)
             crossed = same & (got == 0) & (duty != 0)
-            tries = small & (same == 0)
+            tries = tl.where(alone, small != small, small)
             # Of whole pages there were too few: no refill is under way.
             polls = tl.where(whole, 0, count * 0 + POLLS)
             promised = tl.where(lost, addr, 0)
@@ -192,8 +195,6 @@ def malloc_rest_scalar(heap, nbytes, addr, word, lost):
         promised, _any = find_class(heap, cls, one * 0, one == 1, one, duty)
     if promised != 0:
         addr = claim_any(heap, promised, size)
-        # What the slot's last owner did happens before anything that we will.
-        fence(heap + ERRORS)
     if (addr == 0) & (nbytes != 0):
         kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
         record_error(heap, one * 0 + kind, addr, nbytes, one)
@@ -212,27 +213,33 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, halves, p
     stripes = own_stripe(heap, classes)
     left = True
     while left:
-        # A ticket for each of the lanes that try.
-        one = tl.full(nbytes.shape, 1, tl.int64)
-        word = tl.atomic_add(stripes, -one, mask=tries, sem="relaxed")
-        credits = stripe_credits(word)
-        got = tries & (credits > 0)
-        page, slot = ticket_slot(word, classes * 0, sizes, got)
-        where = address_of(load_base(heap), page, slot * (sizes >> 4))
-        promised = tl.where(got, where, promised)
-        pending = pending & (got == 0)
-        crossed = crossed | (tries & (credits == 0))
-        halves = halves | (tries & half_used(word, slots_of(sizes), 1))
-        tries = pending & (pending == 0)
+        if any_lane(tries):
+            # Tickets for the lanes that try, by one subtraction for each group.
+            leader, rank, count = alike(classes, tries)
+            leads = tries & (leader == lane_index(classes))
+            word = tl.atomic_add(stripes, -count.to(tl.int64), mask=leads, sem="relaxed")
+            word = from_leader(word, leader)
+            credits = stripe_credits(word)
+            got = tries & (rank < credits)
+            page, slot = ticket_slot(word, rank, sizes, got)
+            where = address_of(load_base(heap), page, slot * (sizes >> 4))
+            promised = tl.where(got, where, promised)
+            pending = pending & (got == 0)
+            crossed = crossed | (tries & (got == 0) & (credits >= 0))
+            halves = halves | (tries & half_used(word, slots_of(sizes), count))
+            tries = pending & (pending == 0)
         # Refills that are ours come first: whoever waits for us may be waited for by us.
         cls, ours = next_class(classes, pending, crossed)
         left = cls >= 0
         if left & (ours == 0) & (polls > 0):
             # Wait for all classes at once, until there are credits again, but not for ever, and
             # not if there are slots to be drawn.
-            now = atomic_load(stripes, pending)
-            tries = pending & (stripe_credits(now) >= 0)
-            polls = tl.where(any_lane(pending & is_drawing(now)), 0, polls - 1)
+            waits = polls > 0
+            while waits:
+                now = atomic_load(stripes, pending)
+                tries = pending & (stripe_credits(now) >= 0)
+                polls = tl.where(any_lane(pending & is_drawing(now)), 0, polls - 1)
+                waits = (polls > 0) & (any_lane(tries) == 0)
         elif left:
             now = pending & (classes == cls)
             where, found = find_class(heap, cls, rank_of(now), now, count_lanes(now), ours)
@@ -254,8 +261,6 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, halves, p
         addr = tl.where(lane_index(large) == at, run, addr)
         at = first_lane(large & (lane_index(large) > at))
     report_failed(heap, nbytes, rest & (addr == 0))
-    # What the slots' last owners did happens before anything that we will.
-    fence(heap + ERRORS)
     return addr
 
 

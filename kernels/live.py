@@ -14,9 +14,12 @@ Shared words and their writers
 import triton
 import triton.language as tl
 
+from .atomics import fence
 from .bits import comb, divide, low_mask, lowest_bit, mix, next_bit
+from .groups import alike
 from .lanes import any_lane, first_lane, is_block, lane_index, pick
 from .layout import (
+    ERRORS,
     LIVE_WORDS,
     address_of,
     live_words,
@@ -134,14 +137,21 @@ def another(word, granule, size):
 @triton.jit
 def claim_any(heap, addr, size):
     """Set live bits: for each ``addr`` that is not 0 that of this slot, or else of another of its
-    page, of ``size`` bytes. (The caller was promised one.) Returns the addresses."""
+    page, of ``size`` bytes. (The caller was promised one.) Returns the addresses.
+
+    What the slots' last owners did happens before anything that the caller does next. (One fence
+    waits for all claims; only who lost some needs another.)
+    """
     base = load_base(heap)
     live = live_words(heap)
     page, granule = place_of(base, addr)
     word, lost = claim(live, page, granule, addr != 0)
-    while any_lane(lost):
-        granule = tl.where(lost, another(word, granule, size), granule)
-        word, lost = claim(live, page, granule, lost)
+    fence(heap + ERRORS)
+    if any_lane(lost):
+        while any_lane(lost):
+            granule = tl.where(lost, another(word, granule, size), granule)
+            word, lost = claim(live, page, granule, lost)
+        fence(heap + ERRORS)
     return tl.where(addr != 0, address_of(base, page, granule), 0)
 
 
@@ -151,7 +161,7 @@ def clear(live, page, granule, active):
     to speak for their page, and for how many lanes each.
 
     Lanes that free consecutive slots, in order and from lane 0 on, share words and speak together;
-    others each for themselves.
+    of others each clears its own bit, and those of a group speak together for their page.
     """
     ptr, bit = live_bit(live, page, granule)
     speaks = active
@@ -183,6 +193,10 @@ def clear(live, page, granule, active):
             cleared = active & (tl.where(together, hit, wrong != 0) == 0)
             speaks = cleared
             counts = counts * 0 + 1
+            together = together != together
+        if (together == 0) & (count > 1):
+            leader, _rank, counts = alike(page, cleared)
+            speaks = cleared & (leader == lane)
     else:
         speaks = cleared
     return cleared, speaks, counts

@@ -80,9 +80,15 @@ def enter_transit(heap):
 @triton.jit
 def leave_transit(heap, put_back):
     """Undo :func:`enter_transit`; ``put_back`` (0 or 1) says whether memory became free again."""
-    ptr = transit_ptr(heap)
-    fence(ptr)
-    tl.atomic_add(ptr, put_back.to(tl.int64) - IN_HAND, sem="relaxed")
+    fence(transit_ptr(heap))
+    end_transit(heap, put_back)
+
+
+@triton.jit
+def end_transit(heap, put_back):
+    """:func:`leave_transit` without a fence, for callers that put nothing, or put it by atomics
+    whose results they have looked at since."""
+    tl.atomic_add(transit_ptr(heap), put_back.to(tl.int64) - IN_HAND, sem="relaxed")
 
 
 @triton.jit
@@ -215,17 +221,18 @@ def take_within_chunk(heap, n, takers):
     """Take ``n`` in [1, 63] adjacent pages of one chunk. Returns the first page, -1 if none.
 
     First fit by address, but over some candidates, so that programs do not meet on one word: over
-    twice as many chunks as would be filled if each of ``takers`` programs took as many pages. Each
-    program has its place among these, at the front of the heap, and takes it to be free without
-    looking: what comes back from the attempt is the look. Then the hints lead. After a collision
-    the choice widens, fourfold each time, and it is hashed, never the neighbour.
+    twice as many chunks as would be filled if each of ``takers`` programs took one page, or as many
+    chunks as programs that take more, for two that compare and swap one word get in each other's
+    way. Each program has its place among these, at the front of the heap, and takes it to be free
+    without looking: what comes back from the attempt is the look. Then the hints lead. After a
+    collision the choice widens, fourfold each time, and it is hashed, never the neighbour.
     """
     lane = tl.arange(0, 64)
     order = floor_log2(n)
     words = load_geometry(heap, G_ROW_WORDS).to(tl.int32)
     chunks = (load_geometry(heap, G_PAGES).to(tl.int32) + CHUNK_PAGES - 1) >> 6
     salt = mix(program_index())
-    width = tl.maximum(tl.minimum(takers, 1 << 16) * n >> 5, 16)
+    width = tl.maximum(tl.minimum(takers, 1 << 16) >> tl.where(n == 1, 5, 0), 16)
     cursor = tl.full((), 0, tl.int32)  # nothing fits before
     first = one_of(tl.minimum((width >> 6) + 1, words), salt >> 10)  # where to look first
     page = tl.full((), -1, tl.int32)

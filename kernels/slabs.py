@@ -50,7 +50,7 @@ import triton.language as tl
 from .atomics import atomic_cas, atomic_load, fence
 from .bits import lowest_bit
 from .detached import draw, is_idle, settle
-from .lanes import lane_bits, or_lanes
+from .lanes import lane_bits, or_lanes, pick
 from .layout import (
     ATTACHED,
     CLASS_SHIFT,
@@ -58,6 +58,7 @@ from .layout import (
     G_PAGES,
     G_STRIPES,
     GRANTED,
+    HELD,
     NUM_CLASSES,
     ORDERS,
     PUBLISHED,
@@ -79,12 +80,15 @@ from .layout import (
 )
 from .pages import (
     FAR,
+    IN_HAND,
     collect,
     count_taken,
+    end_transit,
     enter_transit,
     first_hinted,
     leave_transit,
     take_pages,
+    transit_ptr,
 )
 
 FLUSH_IDLE = tl.constexpr(0)  # only batches with a page that is free as a whole
@@ -93,11 +97,14 @@ FLUSH_ALL = tl.constexpr(2)
 
 POLLS = tl.constexpr(256)
 WAITS = tl.constexpr(4)
-WHOLE_PAGES = tl.constexpr(4)  # who can fill so many pages at once gets pages of its own
-DRY_PAGES = tl.constexpr(2)  # or so many, if the stripe is dry
+WHOLE_PAGES = tl.constexpr(2)  # who can fill so many pages at once gets pages of its own
+DRY_PAGES = tl.constexpr(1)  # or so many, if the stripe is dry
 SPARED = tl.constexpr(4)  # pages of a batch that gets a spare when half of it is used
+HELD_LOG2 = tl.constexpr(2)  # batches hold up to one page in 2**HELD_LOG2
 MAX_DEBT = tl.constexpr(1 << 30)
 REFILLING = tl.constexpr(-1)  # stripe word without a batch and below zero: somebody refills
+# The same, with a page: nobody refills, because there are slots to be drawn.
+DRAWING = tl.constexpr((1 << 32) - 1)
 
 
 # Batches --------------------------------------------------------------------------------------
@@ -117,13 +124,15 @@ def unissued_slots(batch, credits, slots, lane):
 def detach(heap, cls, word):
     """Dissolve the batch of a stripe word that only the caller has; returns 0.
 
-    Unused credits go out of the account of its pages. The caller is in transit.
+    Unused credits go out of the account of its pages. The caller is in transit, and may end it
+    without a fence.
     """
     page, batch = stripe_place(word)
     if batch > 0:
         lane = tl.arange(0, 64)
         credits = stripe_credits(word)
         tl.atomic_add(heap + GRANTED + cls, -tl.maximum(credits, 0), sem="relaxed")
+        tl.atomic_add(heap + HELD, -batch.to(tl.int64), sem="relaxed")
         unused = unissued_slots(batch, credits, class_slots(cls), lane)
         change = (PUBLISHED - ATTACHED) - unused.to(tl.int64)
         mine = lane < batch
@@ -137,6 +146,8 @@ def detach(heap, cls, word):
         if idle != 0:
             state = (cls.to(tl.int64) << CLASS_SHIFT) + (SLAB + PUBLISHED)
             settle(heap, page >> 6, idle << (page & 63).to(tl.int64), state)
+        # The hints before the end of the transit.
+        fence(heap + GRANTED + cls)
     return page * 0
 
 
@@ -191,30 +202,53 @@ def open_pages(heap, cls, batch, used, state, takers):
             tl.atomic_or(hint_ptr(heap, ORDERS + cls, page >> 6), bit, sem="relaxed")
         tl.atomic_add(heap + GRANTED + cls, used.to(tl.int64), sem="relaxed")
         count_taken(heap, batch)
-        # The page words before the live bits, or a wrong free could come between: whoever has slots
-        # has them from what the exchange returned, which is nothing (KIND_FREE).
-        result = pack_stripe(page, batch, used) | or_lanes(tl.where(mine, was, 0))
+        result = pack_stripe(page, batch, used)
+        if (state & ATTACHED) == 0:
+            # The page words before the live bits, or a wrong free could come between: whoever has
+            # slots has them from what the exchange returned, which is nothing (KIND_FREE). (Those
+            # of a batch have a fence between them: `install`.)
+            result = result | or_lanes(tl.where(mine, was, 0))
     return result
 
 
 @triton.jit
-def is_filling(heap):
-    """Whether more than half of the heap's pages are taken: time to pack rather than to spread."""
-    used = atomic_load(heap + USED)
-    return used * 2 > load_geometry(heap, G_PAGES)
+def announce(heap, cls):
+    """Enter transit, without a fence, and look at what decides about a batch for the program's
+    stripe of class ``cls``, all by one instruction. Returns the stripe word, its spare, and how
+    many pages a batch may have now (int32); 0 when more than half of the heap's pages are taken:
+    time to pack rather than to spread.
+
+    Stripes may hold a part of the heap, and no more. (With all classes in use, long batches would
+    hoard most of it.) The more of that part they hold, the shorter is the next batch.
+    """
+    stripe = own_stripe(heap, cls)
+    # (Not a list of five words: blocks have lengths that are powers of two.)
+    what = tl.arange(0, 8)
+    ptr = tl.where(what == 0, transit_ptr(heap).to(tl.int64), (heap + USED).to(tl.int64))
+    ptr = tl.where(what == 2, (heap + HELD).to(tl.int64), ptr)
+    ptr = tl.where(what == 3, stripe.to(tl.int64), ptr)
+    ptr = tl.where(what == 4, (stripe + SPARE).to(tl.int64), ptr)
+    ptr = ptr.to(tl.pointer_type(tl.int64))
+    change = tl.where(what == 0, IN_HAND, 0).to(tl.int64)
+    seen = tl.atomic_add(ptr, change, mask=what < 5, sem="relaxed")
+    pages = load_geometry(heap, G_PAGES)
+    held = tl.maximum(pages >> HELD_LOG2, 1).to(tl.int32)
+    room = tl.maximum(held - pick(seen, 2).to(tl.int32), 0)
+    limit = tl.maximum(load_geometry(heap, G_MAX_BATCH).to(tl.int32) * room // held, 1)
+    limit = tl.where(pick(seen, 1) * 2 > pages, 0, limit)
+    return pick(seen, 3), pick(seen, 4), limit
 
 
 @triton.jit
-def open_batch(heap, cls, previous):
-    """A new batch for a stripe whose last one had ``previous`` pages: a stripe word, or 0.
-
-    Little used classes stay small, and busy ones refill rarely: a batch is four times the last,
-    but a single page (``previous`` 0) when the heap is filling."""
-    cap = load_geometry(heap, G_MAX_BATCH).to(tl.int32)
-    batch = tl.minimum(tl.maximum(previous * 4, 1), cap)
+def open_batch(heap, cls, batch):
+    """A new batch for a stripe of class ``cls``, of up to ``batch`` pages (int32): a stripe word,
+    or 0. The caller is in transit."""
     used = batch * class_slots(cls)
     stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
-    return open_pages(heap, cls, batch, used, (cls * 0).to(tl.int64) + ATTACHED, stripes)
+    word = open_pages(heap, cls, batch, used, (cls * 0).to(tl.int64) + ATTACHED, stripes)
+    _page, opened = stripe_place(word)
+    tl.atomic_add(heap + HELD, opened.to(tl.int64), sem="relaxed")
+    return word
 
 
 @triton.jit(noinline=True)
@@ -277,21 +311,15 @@ def flush(heap, index, end, mode):
         # (Acquire: the credits' former owners happen before whoever draws them.)
         old = tl.atomic_xchg(ptr, tl.full((), 0, tl.int64), sem="acquire")
         detach(heap, index // (load_geometry(heap, G_STRIPES) * 2).to(tl.int32), old)
-        leave_transit(heap, index * 0 + 1)
+        end_transit(heap, index * 0 + 1)
         dissolved += 1
         index = next_batch(heap, index + 1, end, mode)
     return dissolved
 
 
 @triton.jit
-def drawing(previous):
-    """The stripe word, without a batch and below zero, that says: nobody refills, because there
-    are slots to be drawn. Remembers the length of the last batch."""
-    return pack_stripe(previous + 1, previous * 0, previous * 0 - 1)
-
-
-@triton.jit
 def is_drawing(word):
+    """Whether the stripe word is DRAWING, or was before requests subtracted from it."""
     page, batch = stripe_place(word)
     return (stripe_credits(word) < 0) & (batch == 0) & (page > 0)
 
@@ -321,7 +349,12 @@ def refill(heap, cls, need):
     """
     ptr = own_stripe(heap, cls)
     grows = need * 0
-    enter_transit(heap)
+    _word, _spare, limit = announce(heap, cls)
+    # Announced before anything is taken.
+    fence(ptr)
+    filling = limit == 0
+    # A short batch that is renewed and renewed never grows: it is replaced by a longer one.
+    least_renewed = tl.maximum(tl.minimum(limit, SPARED), 1)
     pages = tl.full((), 0, tl.int64)
     place = tl.atomic_xchg(ptr + SPARE, pages, sem="acquire")
     renewed = pages
@@ -330,7 +363,7 @@ def refill(heap, cls, need):
         rest = place - tl.minimum(stripe_credits(place), need.to(tl.int64))
         old = tl.atomic_xchg(ptr, rest, sem="acquire")
         page, batch = stripe_place(old)
-        if stripe_credits(old) <= 0:
+        if (stripe_credits(old) <= 0) & (batch >= least_renewed):
             renewed = renew(heap, cls, old)
         if renewed != 0:
             install(heap, cls, renewed, need * 0 + SPARE)
@@ -339,27 +372,31 @@ def refill(heap, cls, need):
         page, batch = stripe_place(old)
         place = old
         if stripe_credits(old) <= 0:
-            place = renew(heap, cls, old)
-            # A short batch that is renewed and renewed never grows. It gets a spare instead.
-            grows = ((place != 0) & (batch < SPARED)).to(tl.int32)
-            filling = is_filling(heap)
-            if (place == 0) & (need > 0) & (filling | (batch > 0)):
+            place = place & 0
+            if batch >= least_renewed:
+                place = renew(heap, cls, old)
+                # (Where there is no longer one, it gets a spare.)
+                grows = ((place != 0) & (batch < SPARED)).to(tl.int32)
+            if (place == 0) & (need > 0) & (filling | (batch >= least_renewed)):
                 # A busy stripe does not care for a few slots while there is plenty.
                 least = tl.where(filling, 1, tl.maximum(class_slots(cls) * batch >> 3, 1))
                 place, pages = draw(heap, cls, need, need * 0 + 2, least)
             if (place | pages) == 0:
-                previous = tl.where(batch > 0, batch, tl.maximum(page - 1, 0))
-                place = open_batch(heap, cls, tl.where(filling, 0, previous))
+                # Little used classes stay small: the first batch of a stripe is a page. Those that
+                # need a second refill rarely from then on.
+                again = (batch > 0) | is_drawing(old)
+                place = open_batch(heap, cls, tl.where(again, tl.maximum(limit, 1), 1))
         renewed = place
         mine = tl.minimum(tl.maximum(stripe_credits(place), 0), need.to(tl.int64))
-        rest = tl.where(pages != 0, drawing(batch), place - mine)
+        rest = tl.where(pages != 0, DRAWING, place - mine)
         install(heap, cls, rest, need * 0)
     # Of the old batch, what was not renewed. (Credits it has were found by us, and kept.)
     first, kept = stripe_place(renewed)
     kept = tl.where((pages == 0) & (first == page), tl.minimum(kept, batch), 0)
     lost = tl.maximum(stripe_credits(old), 0) * (kept == 0).to(tl.int64)
     detach(heap, cls, pack_stripe(page + kept, batch - kept, lost))
-    leave_transit(heap, need * 0 + 1)
+    # (`install` looked at what its exchange returned.)
+    end_transit(heap, need * 0 + 1)
     return place, pages, grows
 
 
@@ -367,14 +404,15 @@ def refill(heap, cls, need):
 def prefetch(heap, cls):
     """Have a spare batch ready for the program's stripe of class ``cls`` (int32 scalar), whose
     batch is half used, or was renewed; returns 0."""
-    ptr = own_stripe(heap, cls) + SPARE
-    _page, batch = stripe_place(atomic_load(ptr - SPARE))
-    if (atomic_load(ptr) == 0) & (batch > 0) & (is_filling(heap) == 0):
-        enter_transit(heap)
-        word = open_batch(heap, cls, batch)
-        if word != 0:
-            install(heap, cls, word, cls * 0 + SPARE)
-        leave_transit(heap, (word != 0).to(tl.int32))
+    word, spare, limit = announce(heap, cls)
+    _page, batch = stripe_place(word)
+    opened = tl.full((), 0, tl.int64)
+    if (spare == 0) & (batch > 0) & (limit > 0):
+        # (Announced before anything is taken: by what the announcement returned.)
+        opened = open_batch(heap, cls, limit)
+        if opened != 0:
+            install(heap, cls, opened, cls * 0 + SPARE)
+    end_transit(heap, (opened != 0).to(tl.int32))
     return cls * 0
 
 
@@ -496,8 +534,6 @@ def find_slots(heap, cls, need, crossed):
                 same = (gained == 0) & (after >= 0) & (after == before)
                 quiet = tl.where(same, quiet + 1, 0)
                 before = after
-    # What the slots' former owners did happens before what the caller does with them.
-    fence(heap + GRANTED + cls)
     return place, pages
 
 

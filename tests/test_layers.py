@@ -20,7 +20,7 @@ KERNEL_LAYERS = [
     {"bits"},
     {"layout", "atomics"},
     {"record", "lanes", "table"},
-    {"payload"},
+    {"payload", "groups"},
     {"pages", "live", "guards"},
     {"detached"},
     {"slabs"},

@@ -12,7 +12,6 @@ from tests.conftest import ON_GPU
 from tests.support import DEVICE, assert_whole_capacity, free_lanes, malloc_lanes
 
 CLASS = 3  # 64 B
-LENGTH = 4  # of the last batch, which a stripe without a batch remembers
 LEAST = -(1 << 31)  # credits
 
 
@@ -25,7 +24,7 @@ def await_kernel(heap, found, CLS: tl.constexpr, NEED: tl.constexpr):
 
 
 def drawing_word(credits: int) -> int:
-    return (LENGTH + 1 << 32) + credits
+    return slabs.DRAWING.value + 1 + credits
 
 
 def stripe_word(heap: Heap) -> torch.Tensor:

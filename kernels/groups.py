@@ -1,0 +1,83 @@
+"""Lanes that want the same, found without comparing every lane with every other.
+
+Owns no state. A warp of an NVIDIA device has an instruction that tells each of its 32 threads
+which others hold the same value. So the lanes that a warp handles together form groups, and one
+lane, the *leader*, can act for its group: one atomic in place of thirty. How Triton spreads a
+block over threads is not ours to know. Lanes with one key may therefore lie in several groups, and
+nothing here relies on how many there are. Copies of one lane in several threads (blocks smaller
+than a warp, reductions of two-dimensional blocks) count once.
+"""
+
+import triton
+import triton.language as tl
+
+from .lanes import lane_index
+from .target import has_ptx, is_interpreted
+
+
+@triton.jit
+def alike(keys, active):
+    """Groups of ``active`` lanes of a block whose int32 ``keys``, at least 0, are equal.
+
+    Returns ``(leader, rank, count)`` per active lane (int32): the lane that leads its group, the
+    same for the whole group and a member of it; how many of the group come before this lane; and
+    how many there are. On AMD every lane is a group of its own.
+    """
+    lane = lane_index(keys)
+    key = tl.where(active, keys, -1)
+    if has_ptx():
+        # `once` has the threads that hold a lane for the first time: what others hold are copies.
+        leader, rank, count = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 copies, first, before, same, once, thread;
+                .reg .pred is_first;
+                match.any.sync.b32 copies, $4, 0xffffffff;
+                neg.s32 first, copies;
+                and.b32 first, first, copies;
+                mov.u32 before, %lanemask_lt;
+                and.b32 before, before, copies;
+                setp.eq.u32 is_first, before, 0;
+                vote.sync.ballot.b32 once, is_first, 0xffffffff;
+                match.any.sync.b32 same, $3, 0xffffffff;
+                and.b32 same, same, once;
+                sub.u32 before, first, 1;
+                and.b32 before, before, same;
+                popc.b32 $1, before;
+                popc.b32 $2, same;
+                brev.b32 thread, same;
+                clz.b32 thread, thread;
+                shfl.sync.idx.b32 $0, $4, thread, 31, 0xffffffff;
+                }
+            """,
+            "=&r,=&r,=&r,r,r",
+            [key, lane],
+            dtype=(tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    elif is_interpreted():
+        # As on a device: 32 lanes at a time.
+        side: tl.constexpr = min(keys.shape[0], 32)
+        rows: tl.constexpr = keys.shape[0] // side
+        key = tl.reshape(key, (rows, side))
+        here = tl.reshape(lane, (rows, side))
+        same = (key[:, :, None] == key[:, None, :]).to(tl.int32)
+        earlier = (here[:, None, :] < here[:, :, None]).to(tl.int32)
+        leads = tl.min(tl.where(same != 0, here[:, None, :], keys.shape[0]), axis=2)
+        leader = tl.reshape(leads, (keys.shape[0],))
+        rank = tl.reshape(tl.sum(same * earlier, axis=2), (keys.shape[0],))
+        count = tl.reshape(tl.sum(same, axis=2), (keys.shape[0],))
+    else:
+        leader = lane
+        rank = lane * 0
+        count = rank + 1
+    return leader, rank, count
+
+
+@triton.jit
+def from_leader(values, leader):
+    """In every lane, the value of the lane that leads its group."""
+    if has_ptx() or is_interpreted():
+        values = tl.gather(values, leader, 0)
+    return values
