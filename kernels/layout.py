@@ -9,7 +9,7 @@ reach it. Words 0..31 never change after the heap is made and may be loaded plai
     ERRORS          one counter per kind of error                     record
     RECORDS         the first MAX_RECORDS errors, 4 words each        record
     PEAK, USED      pages taken from the page level, and their peak   pages
-    HELD, HAND      pages of batches, and which are looked at next    slabs
+    HELD            pages of batches                                  slabs
     RUNS            runs handed out as large allocations              heap
     GRANTED         per class: slots handed out as credits            slabs
     TRANSIT         in-hand counts and epochs, striped                pages, slabs
@@ -82,7 +82,6 @@ MAX_RECORDS = tl.constexpr(16)
 PEAK = tl.constexpr(112)
 USED = tl.constexpr(128)
 HELD = tl.constexpr(136)
-HAND = tl.constexpr(140)
 RUNS = tl.constexpr(144)
 GRANTED = tl.constexpr(160)
 TRANSIT = tl.constexpr(256)

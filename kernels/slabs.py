@@ -58,7 +58,6 @@ from .layout import (
     G_PAGES,
     G_STRIPES,
     GRANTED,
-    HAND,
     HELD,
     NUM_CLASSES,
     ORDERS,
@@ -220,8 +219,7 @@ def announce(heap, cls):
     time to pack rather than to spread.
 
     Stripes may hold a part of the heap, and no more. (With all classes in use, long batches would
-    hoard most of it.) From half of that part on, batches are the shorter the more is held, and who
-    opens one is to :func:`evict` another.
+    hoard most of it.) The more of that part they hold, the shorter is the next batch.
     """
     stripe = own_stripe(heap, cls)
     # (Not a list of five words: blocks have lengths that are powers of two.)
@@ -236,8 +234,7 @@ def announce(heap, cls):
     pages = load_geometry(heap, G_PAGES)
     held = tl.maximum(pages >> HELD_LOG2, 1).to(tl.int32)
     room = tl.maximum(held - pick(seen, 2).to(tl.int32), 0)
-    longest = load_geometry(heap, G_MAX_BATCH).to(tl.int32)
-    limit = tl.minimum(tl.maximum(longest * 2 * room // held, 1), longest)
+    limit = tl.maximum(load_geometry(heap, G_MAX_BATCH).to(tl.int32) * room // held, 1)
     limit = tl.where(pick(seen, 1) * 2 > pages, 0, limit)
     return pick(seen, 3), pick(seen, 4), limit
 
@@ -302,17 +299,6 @@ def next_batch(heap, index, end, mode):
 
 
 @triton.jit
-def dissolve(heap, index):
-    """Dissolve a batch, counted as in :func:`next_batch`."""
-    enter_transit(heap)
-    ptr = heap + STRIPES + index * SPARE
-    # (Acquire: the credits' former owners happen before whoever draws them.)
-    old = tl.atomic_xchg(ptr, tl.full((), 0, tl.int64), sem="acquire")
-    detach(heap, index // (load_geometry(heap, G_STRIPES) * 2).to(tl.int32), old)
-    end_transit(heap, index * 0 + 1)
-
-
-@triton.jit
 def flush(heap, index, end, mode):
     """Dissolve batches [index, end), counted as in :func:`next_batch`, so that their free slots
     and pages can be found by everybody. ``mode`` is a FLUSH constant. Returns how many were
@@ -320,28 +306,15 @@ def flush(heap, index, end, mode):
     dissolved = end * 0
     index = next_batch(heap, index, end, mode)
     while index < FAR:
-        dissolve(heap, index)
+        enter_transit(heap)
+        ptr = heap + STRIPES + index * SPARE
+        # (Acquire: the credits' former owners happen before whoever draws them.)
+        old = tl.atomic_xchg(ptr, tl.full((), 0, tl.int64), sem="acquire")
+        detach(heap, index // (load_geometry(heap, G_STRIPES) * 2).to(tl.int32), old)
+        end_transit(heap, index * 0 + 1)
         dissolved += 1
         index = next_batch(heap, index + 1, end, mode)
     return dissolved
-
-
-@triton.jit(noinline=True)
-def evict(heap, limit):
-    """Dissolve a batch of which a page is free, of whatever class, if stripes hold so much that
-    batches are short: ``limit`` (int32), as from :func:`announce`, says so. Returns 0.
-
-    A hand goes round all stripes, 64 words a time. What it takes from a stripe in use is fetched
-    again; what lies in stripes that nobody uses any more goes back.
-    """
-    if (limit > 0) & (limit < load_geometry(heap, G_MAX_BATCH)):
-        end = load_geometry(heap, G_STRIPES).to(tl.int32) * (2 * NUM_CLASSES)
-        hand = tl.atomic_add(heap + HAND, tl.full((), 1, tl.int64), sem="relaxed")
-        first = (hand & 0xFFFFFF).to(tl.int32) * 64 % end
-        index = next_batch(heap, first, tl.minimum(first + 64, end), limit * 0 + FLUSH_IDLE)
-        if index < FAR:
-            dissolve(heap, index)
-    return limit * 0
 
 
 @triton.jit
@@ -380,7 +353,6 @@ def refill(heap, cls, need):
     # Announced before anything is taken.
     fence(ptr)
     filling = limit == 0
-    opens = limit < 0
     # A short batch that is renewed and renewed never grows: it is replaced by a longer one.
     least_renewed = tl.maximum(tl.minimum(limit, SPARED), 1)
     pages = tl.full((), 0, tl.int64)
@@ -414,7 +386,6 @@ def refill(heap, cls, need):
                 # need a second refill rarely from then on.
                 again = (batch > 0) | is_drawing(old)
                 place = open_batch(heap, cls, tl.where(again, tl.maximum(limit, 1), 1))
-                opens = place != 0
         renewed = place
         mine = tl.minimum(tl.maximum(stripe_credits(place), 0), need.to(tl.int64))
         rest = tl.where(pages != 0, DRAWING, place - mine)
@@ -426,8 +397,6 @@ def refill(heap, cls, need):
     detach(heap, cls, pack_stripe(page + kept, batch - kept, lost))
     # (`install` looked at what its exchange returned.)
     end_transit(heap, need * 0 + 1)
-    if opens:
-        evict(heap, limit)
     return place, pages, grows
 
 
@@ -444,8 +413,6 @@ def prefetch(heap, cls):
         if opened != 0:
             install(heap, cls, opened, cls * 0 + SPARE)
     end_transit(heap, (opened != 0).to(tl.int32))
-    if opened != 0:
-        evict(heap, limit)
     return cls * 0
 
 
