@@ -52,9 +52,22 @@ def lowest_bit(x):
 
 
 @triton.jit
+def shift_left(x, n):
+    """``x << n`` of int64 ``x`` for int32 ``n`` >= 0; 0 from 64 on, as NVIDIA's instruction has it
+    and LLVM's has not."""
+    if has_ptx():
+        y = tl.inline_asm_elementwise(
+            "shl.b64 $0, $1, $2;", "=l,l,r", [x, n], dtype=tl.int64, is_pure=True, pack=1
+        )
+    else:
+        y = tl.where(n < 64, x << (n & 63).to(tl.int64), 0)
+    return y
+
+
+@triton.jit
 def low_mask(n):
-    """Word with the ``n`` lowest bits set, ``n`` an int64 tensor in [0, 64]."""
-    return tl.where(n >= 64, n * 0 - 1, ((n * 0 + 1) << (n & 63)) - 1)
+    """Word with the ``n`` lowest bits set, ``n`` an int32 tensor in [0, 64]."""
+    return shift_left((n * 0).to(tl.int64) + 1, n) - 1
 
 
 @triton.jit
@@ -87,8 +100,7 @@ def comb(n):
     """Word with bits 0, n, 2n, ... set, for int32 ``n`` >= 1."""
     x = (n * 0).to(tl.int64) + 1
     for step in tl.static_range(6):
-        by = n << step
-        x = tl.where(by < 64, x | (x << (by & 63).to(tl.int64)), x)
+        x = x | shift_left(x, n << step)
     return x
 
 

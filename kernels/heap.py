@@ -101,8 +101,8 @@ def find_class(heap, cls, rank, active, need, crossed):
     place, pages = find_slots(heap, cls, need, crossed)
     # A draw: 2**k slots in every page set, anywhere in it.
     drawn = pages != 0
-    k = tl.where(drawn, stripe_credits(place), 0).to(tl.int32)
-    total = tl.where(drawn, (popcount(pages) << k).to(tl.int64), stripe_credits(place))
+    k = tl.where(drawn, stripe_credits(place), 0)
+    total = tl.where(drawn, popcount(pages) << k, stripe_credits(place))
     got = active & (rank < total)
     page, slot = ticket_slot(tl.where(drawn, 0, place), rank, size, got)
     first, _batch = stripe_place(place)

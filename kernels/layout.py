@@ -275,17 +275,16 @@ def is_slab(word):
 
 @triton.jit
 def stripe_credits(word):
-    """Signed credits (int64) of a stripe word."""
-    return word << 32 >> 32
+    """Signed credits (int32) of a stripe word."""
+    return word.to(tl.int32)
 
 
 @triton.jit
 def stripe_place(word):
     """``(first page, batch length)`` of a stripe word, as int32."""
-    high = (word - stripe_credits(word)) >> 32
-    page = (high & ((1 << 23) - 1)).to(tl.int32)
-    batch = ((high >> 23) & 127).to(tl.int32)
-    return page, batch
+    # (Credits below zero have borrowed one from the upper half.)
+    high = (word >> 32).to(tl.int32) - (stripe_credits(word) >> 31)
+    return high & ((1 << 23) - 1), (high >> 23) & 127
 
 
 @triton.jit

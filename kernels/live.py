@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from .atomics import fence
-from .bits import comb, divide, low_mask, lowest_bit, mix, next_bit
+from .bits import comb, divide, floor_log2, low_mask, mix, next_bit
 from .groups import alike
-from .lanes import any_lane, first_lane, is_block, lane_index, pick
+from .lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick
 from .layout import (
     ERRORS,
     LIVE_WORDS,
@@ -44,7 +44,7 @@ def live_bit(live, page, granule):
 def word_period(unit):
     """For slots ``unit`` granules apart: the logarithm of how many slots lie between two of one
     word, and how many bits apart those are."""
-    even = tl.minimum(lowest_bit(unit.to(tl.int64)), 6)
+    even = tl.minimum(floor_log2(unit & -unit), 6)
     return 6 - even, unit >> even
 
 
@@ -58,7 +58,7 @@ def speak_for(granule, unit, before, further):
     """
     period_log2, apart = word_period(unit)
     others = tl.maximum(further, 0) >> period_log2
-    bits = comb(apart) & low_mask((others * apart + 1).to(tl.int64))
+    bits = comb(apart) & low_mask(others * apart + 1)
     return before >> period_log2, bits << (granule >> 6).to(tl.int64)
 
 
@@ -90,7 +90,7 @@ def ticket_slot(word, rank, size, active):
     ``word`` returned. Inactive lanes get 0 and 0, or they might index something wild."""
     slots = slots_of(size)
     first, batch = stripe_place(word)
-    ticket = tl.where(active, batch * slots - stripe_credits(word).to(tl.int32) + rank, 0)
+    ticket = tl.where(active, batch * slots - stripe_credits(word) + rank, 0)
     step = divide(ticket, slots)
     return tl.where(active, first + step, 0), ticket - step * slots
 
@@ -108,7 +108,7 @@ def claim_tickets(live, word, rank, count, size, active):
     speaks = active
     bits = bit
     if is_block(rank):
-        granted = tl.minimum(stripe_credits(word), count.to(tl.int64)).to(tl.int32)
+        granted = tl.minimum(stripe_credits(word), count)
         before = tl.minimum(rank, slot)
         further = tl.minimum(granted - rank, slots_of(size) - slot) - 1
         turn, bits = speak_for(granule, size >> 4, before, further)
@@ -128,7 +128,7 @@ def another(word, granule, size):
     _period_log2, apart = word_period(unit)
     first = (granule >> 6) % apart
     last = (end - unit - (granule & 63)) >> 6
-    clear = (word ^ -1) & (comb(apart) << first.to(tl.int64)) & low_mask((last + 1).to(tl.int64))
+    clear = (word ^ -1) & (comb(apart) << first.to(tl.int64)) & low_mask(last + 1)
     other = (next_bit(clear, salt & 63) << 6) + (granule & 63)
     beyond = tl.where(granule + unit < end, granule + unit, 0)
     return tl.where(clear != 0, other, beyond)
@@ -169,14 +169,17 @@ def clear(live, page, granule, active):
     counts = granule * 0 + 1
     if is_block(active):
         lane = lane_index(active)
-        count = tl.sum(active.to(tl.int32), axis=0)
-        at = (page.to(tl.int64) << 12) + granule
-        first = pick(at, 0)
-        unit = pick(at, 1) - first
-        orderly = (active == (lane < count)) & ((active == 0) | (at == first + lane * unit))
+        count = count_lanes(active)
+        first_page = pick(page, 0)
+        first = pick(granule, 0)
+        # (Of pages far apart this may be any number. Then the lanes are not in order.)
+        unit = pick((page << 12) + granule, 1) - ((first_page << 12) + first)
+        at = first + lane * unit
+        there = (page == first_page + (at >> 12)) & (granule == (at & 4095))
+        orderly = (active == (lane < count)) & ((active == 0) | there)
         together = (count > 1) & (unit > 0) & (unit <= 2048)
-        together = together & (tl.sum(orderly.to(tl.int32), axis=0) == active.shape[0])
-        unit = tl.where(together, unit, 1).to(tl.int32)
+        together = together & (count_lanes(orderly) == active.shape[0])
+        unit = tl.where(together, unit, 1)
         before = tl.minimum(lane, divide(granule, unit))
         further = tl.minimum(count - 1 - lane, divide(4095 - granule, unit))
         turn, all_bits = speak_for(granule, unit, before, further)

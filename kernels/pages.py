@@ -245,7 +245,7 @@ def take_within_chunk(heap, n, takers):
         tries = tl.full((), 4, tl.int32)
         while (page < 0) & (start != 0) & (tries > 0):
             ptr = page_bits_ptr(heap, target)
-            run = low_mask(n.to(tl.int64)) << at.to(tl.int64)
+            run = low_mask(n) << at.to(tl.int64)
             # (Both acquire: what the pages' last owners did happens before us.)
             if n == 1:
                 # Clearing one bit needs no agreement on the others.
@@ -361,7 +361,7 @@ def give_run(heap, page, n):
         at = page + done + lane * CHUNK_PAGES
         length = tl.minimum(n - done - lane * CHUNK_PAGES, CHUNK_PAGES)
         active = length > 0
-        bits = low_mask(tl.maximum(length, 0).to(tl.int64)) << (at & 63).to(tl.int64)
+        bits = low_mask(tl.maximum(length, 0)) << (at & 63).to(tl.int64)
         give_pages(heap, tl.where(active, at >> 6, 0), bits, active)
         done += 64 * CHUNK_PAGES
 
@@ -375,7 +375,7 @@ def take_chunks(heap, n):
     overlap may both step back and try again: here progress is only obstruction-free.
     """
     count = n >> 6
-    rest = low_mask((n & 63).to(tl.int64))
+    rest = low_mask(n & 63)
     words = load_geometry(heap, G_ROW_WORDS).to(tl.int32)
     chunks = (load_geometry(heap, G_PAGES).to(tl.int32) + CHUNK_PAGES - 1) >> 6
     last = chunks - count - (rest != 0).to(tl.int32)

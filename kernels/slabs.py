@@ -117,7 +117,7 @@ def unissued_slots(batch, credits, slots, lane):
 
     Tickets go through a batch from its first page on, so what is left is at its end.
     """
-    left = tl.maximum(credits, 0).to(tl.int32) - (batch - 1 - lane) * slots
+    left = tl.maximum(credits, 0) - (batch - 1 - lane) * slots
     return tl.minimum(tl.maximum(left, 0), slots)
 
 
@@ -132,7 +132,7 @@ def detach(heap, cls, word):
     if batch > 0:
         lane = tl.arange(0, 64)
         credits = stripe_credits(word)
-        tl.atomic_add(heap + GRANTED + cls, -tl.maximum(credits, 0), sem="relaxed")
+        tl.atomic_add(heap + GRANTED + cls, -tl.maximum(credits, 0).to(tl.int64), sem="relaxed")
         tl.atomic_add(heap + HELD, -batch.to(tl.int64), sem="relaxed")
         unused = unissued_slots(batch, credits, class_slots(cls), lane)
         change = (PUBLISHED - ATTACHED) - unused.to(tl.int64)
@@ -361,7 +361,7 @@ def refill(heap, cls, need):
     renewed = pages
     if place != 0:
         fence(ptr)
-        rest = place - tl.minimum(stripe_credits(place), need.to(tl.int64))
+        rest = place - tl.minimum(stripe_credits(place), need).to(tl.int64)
         old = tl.atomic_xchg(ptr, rest, sem="acquire")
         page, batch = stripe_place(old)
         if (stripe_credits(old) <= 0) & (batch >= least_renewed):
@@ -388,13 +388,13 @@ def refill(heap, cls, need):
                 again = (batch > 0) | is_drawing(old)
                 place = open_batch(heap, cls, tl.where(again, tl.maximum(limit, 1), 1))
         renewed = place
-        mine = tl.minimum(tl.maximum(stripe_credits(place), 0), need.to(tl.int64))
-        rest = tl.where(pages != 0, DRAWING, place - mine)
+        mine = tl.minimum(tl.maximum(stripe_credits(place), 0), need)
+        rest = tl.where(pages != 0, DRAWING, place - mine.to(tl.int64))
         install(heap, cls, rest, need * 0)
     # Of the old batch, what was not renewed. (Credits it has were found by us, and kept.)
     first, kept = stripe_place(renewed)
     kept = tl.where((pages == 0) & (first == page), tl.minimum(kept, batch), 0)
-    lost = tl.maximum(stripe_credits(old), 0) * (kept == 0).to(tl.int64)
+    lost = tl.where(kept == 0, tl.maximum(stripe_credits(old), 0), 0)
     detach(heap, cls, pack_stripe(page + kept, batch - kept, lost))
     # (`install` looked at what its exchange returned.)
     end_transit(heap, need * 0 + 1)
@@ -422,7 +422,7 @@ def half_used(word, slots, count):
     """Whether ``count`` tickets from stripe word ``word`` used up the first half of its batch, if
     that is a long one: whoever sees that should :func:`prefetch`."""
     _page, batch = stripe_place(word)
-    half = (batch * slots >> 1).to(tl.int64)
+    half = batch * slots >> 1
     credits = stripe_credits(word)
     return (batch >= SPARED) & (credits >= half) & (credits - count < half)
 
@@ -439,7 +439,7 @@ def limit_debt(ptr, word):
     far below. While everybody draws, nobody refills, and every request subtracts: in the end the
     credits would wrap."""
     if stripe_credits(word) < -MAX_DEBT:
-        atomic_cas(ptr, word, word - stripe_credits(word) - 1)
+        atomic_cas(ptr, word, word - stripe_credits(word).to(tl.int64) - 1)
 
 
 @triton.jit(noinline=True)
