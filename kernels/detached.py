@@ -16,10 +16,12 @@ from .bits import floor_log2, lsr, mix, popcount, select_bit
 from .lanes import any_lane, first_lane, lane_bits, least_of, or_lanes, pick, width
 from .layout import (
     ATTACHED,
+    CLASS_SHIFT,
     G_ROW_WORDS,
     GRANTED,
     ORDERS,
     PUBLISHED,
+    SLAB,
     USED,
     class_slots,
     hint_ptr,
@@ -31,17 +33,22 @@ from .layout import (
     page_word_ptr,
     program_count,
     program_index,
+    size_class,
+    slots_of,
 )
 from .pages import (
     FAR,
+    IN_HAND,
     count_given,
     end_transit,
     enter_transit,
     first_hinted,
+    follow_peak,
     give_pages,
     hinted_chunk,
     leave_transit,
     one_of,
+    transit_ptr,
 )
 
 # Page words -----------------------------------------------------------------------------------
@@ -74,8 +81,9 @@ def is_published(word, cls):
 @triton.jit(noinline=True)
 def settle(heap, chunk, pages, word):
     """Do what the words of ``pages`` (a word of bits) of a chunk ask for: retire those that are
-    idle, publish those that no search would find; returns 0. ``word`` is a guess at all of them,
-    idle or hidden, and of their class.
+    idle, publish those that no search would find. ``word`` is a guess at all of them, idle or
+    hidden, and of their class. Returns 1 if hints were set, after which transit must not end
+    without a fence, or else 0.
 
     Whose subtraction leaves a page idle or hidden calls this. (Whole pages, and those that
     unpublish passes, are hidden while they are full: there is nothing to find.) A failed
@@ -111,13 +119,60 @@ def settle(heap, chunk, pages, word):
     # give.
     fence(heap + USED)
     bit = tl.full((), 1, tl.int64) << (chunk & 63).to(tl.int64)
-    shown = any_lane(published)
-    tl.atomic_or(hint_ptr(heap, ORDERS + cls, chunk), bit, mask=shown, sem="relaxed")
+    hinted = any_lane(published)
+    tl.atomic_or(hint_ptr(heap, ORDERS + cls, chunk), bit, mask=hinted, sem="relaxed")
     given = lane_bits(retired)
     if given != 0:
-        count_given(heap, popcount(given))
-        give_pages(heap, chunk, given, given != 0)
-    return chunk * 0
+        used = count_given(heap, popcount(given))
+        hinted = hinted | give_pages(heap, chunk, given, given != 0)
+        follow_peak(heap, used)
+    return hinted.to(tl.int32)
+
+
+@triton.jit
+def retire_filled(heap, page, size, whole):
+    """Give back the pages in which a program freed all slots at once, in the ``whole`` lanes of a
+    block: of slots of ``size`` bytes (int32), adjacent, not yet subtracted. Returns which lanes'
+    pages are gone; the others are to be subtracted as ever.
+
+    Pages of their own for a program that can fill them are nobody else's (``slabs.open_whole``),
+    and hidden while they are full. If such a page still is in that state, by (A) all that is in it
+    is what we freed. So one compare-and-swap takes it from there to FREE, and is subtraction and
+    retirement in one. Nothing need be acquired: what others did in the page was ordered before us
+    by whoever handed the slots to us. The transit may begin beside the swap, for what it covers is
+    the give: until the free returns, no search has to find the pages.
+    """
+    lane = tl.arange(0, 64)
+    slots = slots_of(size)
+    filled = (size_class(size).to(tl.int64) << CLASS_SHIFT) + slots + SLAB
+    last = tl.max(tl.where(whole, page, -1), axis=0)
+    at = tl.min(tl.where(whole, page, FAR), axis=0)
+    transit = transit_ptr(heap) + lane * 0
+    announce = (lane * 0).to(tl.int64) + IN_HAND
+    seen = tl.atomic_add(transit, announce, mask=lane == 0, sem="relaxed")
+    announced = any_lane((lane == 0) & (seen >= 0))  # always
+    gone = whole & (whole == 0)
+    hinted = tl.full((), 0, tl.int32)
+    while at <= last:
+        # A turn for each chunk.
+        chunk = at >> 6
+        here = chunk * 64 + lane
+        mine = (here >= at) & (here <= last)
+        expected = tl.where(mine, filled, 0)
+        seen = atomic_cas(page_word_ptr(heap, here), expected, expected * 0)
+        given = lane_bits(mine & (seen == filled))
+        if (given != 0) & announced:
+            used = count_given(heap, popcount(given))
+            hinted = hinted | give_pages(heap, chunk, given, given != 0).to(tl.int32)
+            follow_peak(heap, used)
+        ours = whole & (page >> 6 == chunk)
+        gone = gone | (ours & ((lsr(given, (page & 63).to(tl.int64)) & 1) != 0))
+        at = chunk * 64 + 64
+    if hinted != 0:
+        leave_transit(heap, hinted)
+    else:
+        end_transit(heap, any_lane(gone).to(tl.int32))
+    return gone
 
 
 @triton.jit
@@ -125,6 +180,7 @@ def settle_lanes(heap, page, word, asks):
     """:func:`settle` the pages of the flagged lanes, whose words are ``word`` now. Scalars or
     blocks; several lanes may name one page."""
     enter_transit(heap)
+    hinted = tl.full((), 0, tl.int32)
     first = first_lane(asks)
     while first < width(asks):
         # A turn for all pages of a chunk with the same class: mostly there is one.
@@ -133,10 +189,15 @@ def settle_lanes(heap, page, word, asks):
         alike = asks & (page >> 6 == chunk) & (page_class(word) == cls)
         bits = (word & 0) + 1 << (page & 63).to(tl.int64)
         # (Of what several lanes found of a page, the least is the latest.)
-        settle(heap, chunk, or_lanes(tl.where(alike, bits, 0)), least_of(word, alike))
+        pages = or_lanes(tl.where(alike, bits, 0))
+        hinted = hinted | settle(heap, chunk, pages, least_of(word, alike))
         asks = asks & (alike == 0)
         first = first_lane(asks)
-    leave_transit(heap, tl.full((), 1, tl.int32))
+    if hinted != 0:
+        leave_transit(heap, hinted)
+    else:
+        # (What else was put, was put by atomics whose results `settle` has looked at.)
+        end_transit(heap, hinted + 1)
 
 
 # Draws ----------------------------------------------------------------------------------------

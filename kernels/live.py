@@ -158,7 +158,8 @@ def claim_any(heap, addr, size):
 @triton.jit
 def clear(live, page, granule, active):
     """Clear the live bits of ``active`` lanes. Returns which of them were set, the lanes that are
-    to speak for their page, and for how many lanes each.
+    to speak for their page, and for how many lanes each; and, if slots at equal distances were
+    cleared over as much as a page, this distance in granules (an int32 scalar), or else 0.
 
     Lanes that free consecutive slots, in order and from lane 0 on, share words and speak together;
     of others each clears its own bit, and those of a group speak together for their page.
@@ -167,6 +168,7 @@ def clear(live, page, granule, active):
     speaks = active
     bits = bit
     counts = granule * 0 + 1
+    unit = tl.full((), 0, tl.int32)
     if is_block(active):
         lane = lane_index(active)
         count = count_lanes(active)
@@ -200,6 +202,7 @@ def clear(live, page, granule, active):
         if (together == 0) & (count > 1):
             leader, _rank, counts = alike(page, cleared)
             speaks = cleared & (leader == lane)
+        unit = tl.where(together & (count * unit >= 4096), unit, 0)
     else:
         speaks = cleared
-    return cleared, speaks, counts
+    return cleared, speaks, counts, unit

@@ -115,21 +115,25 @@ def give_pages(heap, chunk, bits, active):
 
     The caller has fenced since it learnt that nobody uses the pages any more. Only the hints that
     the word now deserves and did not before are set: another give that raised the word before us
-    may not yet have set its own, but it is in transit until it has.
+    may not yet have set its own, but it is in transit until it has. Returns where hints were set;
+    where they were, transit must not end without a fence.
     """
     old = tl.atomic_or(page_bits_ptr(heap, chunk), bits, mask=active, sem="relaxed")
     run = tl.where(active, old | bits, 0)
     was = tl.where(active, old, 0)
     # The bits before the hints, as dropping a hint relies on: which are set depends on `old`.
     bit = (bits & 0) + 1 << (chunk & 63).to(tl.int64)
+    hinted = active & (active == 0)
     order = tl.full((), 0, tl.int32)
     while order < ORDERS:
         gained = (run != 0) & (was == 0)
+        hinted = hinted | gained
         tl.atomic_or(hint_ptr(heap, order, chunk), bit, mask=gained, sem="relaxed")
         step = (order * 0 + 1 << order).to(tl.int64)
         run = run & lsr(run, step & 63)
         was = was & lsr(was, step & 63)
         order += 1
+    return hinted
 
 
 @triton.jit
@@ -140,10 +144,20 @@ def count_taken(heap, pages):
 
 @triton.jit
 def count_given(heap, pages):
-    """Subtract ``pages`` (int32) from the pages in use, and follow the peak: the most there ever
-    was is what there was before some page was given back, or what there is now."""
-    used = tl.atomic_add(heap + USED, -pages.to(tl.int64), sem="relaxed")
-    tl.atomic_max(heap + PEAK, used, sem="relaxed")
+    """Subtract ``pages`` (int32) from the pages in use. Returns what is for `follow_peak`, which is
+    to come later: nobody need wait for it meanwhile. (One lane acts. What an atomic on a scalar
+    returns is waited for at once.)"""
+    lane = tl.arange(0, 32)
+    change = (lane * 0 - pages).to(tl.int64)
+    return tl.atomic_add(heap + USED + lane * 0, change, mask=lane == 0, sem="relaxed")
+
+
+@triton.jit
+def follow_peak(heap, used):
+    """The most pages there ever were in use is what there was before some page was given back, or
+    what there is now. ``used``: from :func:`count_given`."""
+    lane = tl.arange(0, 32)
+    tl.atomic_max(heap + PEAK + lane * 0, used, mask=lane == 0, sem="relaxed")
 
 
 @triton.jit(noinline=True)
@@ -443,7 +457,8 @@ def release_run(heap, page, n):
     """Free the ``n`` pages (int32 scalars) of a run; returns 0. (The fence of ``enter_transit`` is
     the one that `give_pages` asks for.)"""
     enter_transit(heap)
-    count_given(heap, n)
+    used = count_given(heap, n)
     give_run(heap, page, n)
+    follow_peak(heap, used)
     leave_transit(heap, n * 0 + 1)
     return n * 0

@@ -177,7 +177,7 @@ def test_twice_in_one_program(size: int) -> None:
     with Heap("1MiB") as heap, bystanders(heap):
         addrs = heap.malloc([size] * 2)
         # Whose address is named, is open: either program may be the first to record its error.
-        with recorded(heap, DoubleFree, "2 x double free", f"double free of {heap.base:#x}"[:-6]):
+        with recorded(heap, DoubleFree, "2 x double free", "double free of 0x"):
             uk.free_twice_kernel[(2,)](heap.handle, addrs)
         stats = heap.stats()
         assert stats.allocations - stats.frees == len(KEPT)
