@@ -129,49 +129,58 @@ def settle(heap, chunk, pages, word):
     return hinted.to(tl.int32)
 
 
-@triton.jit
-def retire_filled(heap, page, size, whole):
-    """Give back the pages in which a program freed all slots at once, in the ``whole`` lanes of a
-    block: of slots of ``size`` bytes (int32), adjacent, not yet subtracted. Returns which lanes'
-    pages are gone; the others are to be subtracted as ever.
+@triton.jit(noinline=True)
+def retire_filled(heap, first, last, size):
+    """Give back pages ``first`` to ``last``, as far as they lie in the chunk of the first. The
+    program has cleared the live bits of all their slots, of ``size`` bytes, at once, and has yet to
+    subtract them. Returns which are gone, as a word of bits (all else int32 scalars); the others
+    are to be subtracted as ever.
 
     Pages of their own for a program that can fill them are nobody else's (``slabs.open_whole``),
     and hidden while they are full. If such a page still is in that state, by (A) all that is in it
-    is what we freed. So one compare-and-swap takes it from there to FREE, and is subtraction and
+    is what we cleared. So one compare-and-swap takes it from there to FREE, and is subtraction and
     retirement in one. Nothing need be acquired: what others did in the page was ordered before us
     by whoever handed the slots to us. The transit may begin beside the swap, for what it covers is
     the give: until the free returns, no search has to find the pages.
     """
     lane = tl.arange(0, 64)
-    slots = slots_of(size)
-    filled = (size_class(size).to(tl.int64) << CLASS_SHIFT) + slots + SLAB
-    last = tl.max(tl.where(whole, page, -1), axis=0)
-    at = tl.min(tl.where(whole, page, FAR), axis=0)
-    transit = transit_ptr(heap) + lane * 0
+    # (One lane acts: what an atomic on a scalar returns is waited for at once.)
     announce = (lane * 0).to(tl.int64) + IN_HAND
-    seen = tl.atomic_add(transit, announce, mask=lane == 0, sem="relaxed")
-    announced = any_lane((lane == 0) & (seen >= 0))  # always
-    gone = whole & (whole == 0)
-    hinted = tl.full((), 0, tl.int32)
-    while at <= last:
-        # A turn for each chunk.
-        chunk = at >> 6
-        here = chunk * 64 + lane
-        mine = (here >= at) & (here <= last)
-        expected = tl.where(mine, filled, 0)
-        seen = atomic_cas(page_word_ptr(heap, here), expected, expected * 0)
-        given = lane_bits(mine & (seen == filled))
-        if (given != 0) & announced:
-            used = count_given(heap, popcount(given))
-            hinted = hinted | give_pages(heap, chunk, given, given != 0).to(tl.int32)
-            follow_peak(heap, used)
-        ours = whole & (page >> 6 == chunk)
-        gone = gone | (ours & ((lsr(given, (page & 63).to(tl.int64)) & 1) != 0))
-        at = chunk * 64 + 64
-    if hinted != 0:
-        leave_transit(heap, hinted)
+    ptr = transit_ptr(heap) + lane * 0
+    announced = tl.atomic_add(ptr, announce, mask=lane == 0, sem="relaxed")
+    chunk = first >> 6
+    here = chunk * 64 + lane
+    mine = (here >= first) & (here <= last)
+    filled = (size_class(size).to(tl.int64) << CLASS_SHIFT) + slots_of(size) + SLAB
+    expected = tl.where(mine, filled, 0)
+    seen = atomic_cas(page_word_ptr(heap, here), expected, expected * 0)
+    given = lane_bits(mine & (seen == filled))
+    hinted = given != given
+    # (Both have returned: the second is always true.)
+    if (given != 0) & any_lane((lane == 0) & (announced >= 0)):
+        used = count_given(heap, popcount(given))
+        hinted = give_pages(heap, chunk, given, given != 0)
+        follow_peak(heap, used)
+    if hinted:
+        leave_transit(heap, first * 0 + 1)
     else:
-        end_transit(heap, any_lane(gone).to(tl.int32))
+        # (The page bits have returned what they were.)
+        end_transit(heap, (given != 0).to(tl.int32))
+    return given
+
+
+@triton.jit
+def retire_filled_lanes(heap, page, size, whole):
+    """:func:`retire_filled` for the adjacent pages of the ``whole`` lanes of a block. Returns the
+    lanes whose pages are gone."""
+    last = tl.max(tl.where(whole, page, -1), axis=0)
+    first = tl.min(tl.where(whole, page, FAR), axis=0)
+    gone = whole & (whole == 0)
+    while first <= last:
+        given = retire_filled(heap, first, last, size)
+        here = whole & (page >> 6 == first >> 6)
+        gone = gone | (here & ((lsr(given, (page & 63).to(tl.int64)) & 1) != 0))
+        first = (first & -64) + 64
     return gone
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .atomics import atomic_load, fence
 from .bits import divide, lsr, mix, popcount, select_bit
-from .detached import is_hidden, is_idle, retire_filled, settle_lanes
+from .detached import is_hidden, is_idle, retire_filled_lanes, settle_lanes
 from .groups import alike, from_leader
 from .lanes import (
     any_lane,
@@ -330,7 +330,7 @@ def free_any(heap, addr, active):
             # (Whose slots begin and end with their page.)
             whole = speaks & (granule == 0) & ((counts + 1) * unit > 4096)
             if any_lane(whole):
-                gone = retire_filled(heap, page, unit << 4, whole)
+                gone = retire_filled_lanes(heap, page, unit << 4, whole)
                 speaks = speaks & (gone == 0)
     # Out of the account.
     change = counts.to(tl.int64)

@@ -100,8 +100,6 @@ WAITS = tl.constexpr(4)
 WHOLE_PAGES = tl.constexpr(2)  # who can fill so many pages at once gets pages of its own
 DRY_PAGES = tl.constexpr(1)  # or so many, if the stripe is dry
 SPARED = tl.constexpr(4)  # pages of a batch that gets a spare when half of it is used
-SHORT_BATCH = tl.constexpr(4)  # pages of a batch when stripes hold one page in 2**HELD_LOG2
-HELD_LOG2 = tl.constexpr(2)
 MAX_DEBT = tl.constexpr(1 << 30)
 REFILLING = tl.constexpr(-1)  # stripe word without a batch and below zero: somebody refills
 # The same, with a page: nobody refills, because there are slots to be drawn.
@@ -219,8 +217,8 @@ def announce(heap, cls):
     many pages a batch may have now (int32); 0 when more than half of the heap's pages are taken:
     time to pack rather than to spread.
 
-    While stripes hold less than a part of the heap, batches are as long as may be; from there on
-    they are short. (With all classes in use, long batches would hoard most of the heap.)
+    While stripes hold less than an eighth of the heap, batches are as long as may be; with every
+    sixteenth more, half as long. (With all classes in use, long ones would hoard most of it.)
     """
     stripe = own_stripe(heap, cls)
     # (Not a list of five words: blocks have lengths that are powers of two.)
@@ -234,8 +232,10 @@ def announce(heap, cls):
     seen = tl.atomic_add(ptr, change, mask=what < 5, sem="relaxed")
     pages = load_geometry(heap, G_PAGES)
     longest = load_geometry(heap, G_MAX_BATCH).to(tl.int32)
-    hoards = pick(seen, 2) >= pages >> HELD_LOG2
-    limit = tl.where(hoards, tl.minimum(longest, SHORT_BATCH), longest)
+    limit = longest
+    for sixteenths in tl.static_range(2, 6):
+        limit = tl.where(pick(seen, 2) << 4 >= pages * sixteenths, limit >> 1, limit)
+    limit = tl.maximum(limit, tl.minimum(longest, SPARED))
     limit = tl.where(pick(seen, 1) * 2 > pages, 0, limit)
     return pick(seen, 3), pick(seen, 4), limit
 

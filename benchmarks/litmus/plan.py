@@ -76,8 +76,8 @@ _ACQUIRES = tuple(
 )
 _FREE = Patch(
     "heap.py",
-    "    fence(heap + ERRORS)\n    freed, speaks, counts = clear(",
-    "    tl.debug_barrier()\n    freed, speaks, counts = clear(",
+    "    fence(heap + ERRORS)\n    freed, speaks, counts, unit = clear(",
+    "    tl.debug_barrier()\n    freed, speaks, counts, unit = clear(",
 )
 
 WEAKENED: dict[str, tuple[Patch, ...]] = {
