@@ -100,6 +100,7 @@ WAITS = tl.constexpr(4)
 WHOLE_PAGES = tl.constexpr(2)  # who can fill so many pages at once gets pages of its own
 DRY_PAGES = tl.constexpr(1)  # or so many, if the stripe is dry
 SPARED = tl.constexpr(4)  # pages of a batch that gets a spare when half of it is used
+FIRST_LOG2 = tl.constexpr(3)  # the first batch of a stripe is so much shorter than the next
 MAX_DEBT = tl.constexpr(1 << 30)
 REFILLING = tl.constexpr(-1)  # stripe word without a batch and below zero: somebody refills
 # The same, with a page: nobody refills, because there are slots to be drawn.
@@ -383,10 +384,10 @@ def refill(heap, cls, need):
                 least = tl.where(filling, 1, tl.maximum(class_slots(cls) * batch >> 3, 1))
                 place, pages = draw(heap, cls, need, need * 0 + 2, least)
             if (place | pages) == 0:
-                # Little used classes stay small: the first batch of a stripe is a page. Those that
-                # need a second refill rarely from then on.
+                # The first batch of a stripe is short: little used classes stay small.
                 again = (batch > 0) | is_drawing(old)
-                place = open_batch(heap, cls, tl.where(again, tl.maximum(limit, 1), 1))
+                length = tl.where(again, limit, limit >> FIRST_LOG2)
+                place = open_batch(heap, cls, tl.maximum(length, 1))
         renewed = place
         mine = tl.minimum(tl.maximum(stripe_credits(place), 0), need)
         rest = tl.where(pages != 0, DRAWING, place - mine.to(tl.int64))
