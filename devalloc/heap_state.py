@@ -86,7 +86,10 @@ class Geometry:
     @staticmethod
     def of(pages: int) -> Geometry:
         stripes = min(64, max(1, 1 << (pages // 32).bit_length() >> 1))
-        max_batch = min(layout.MAX_BATCH.value, max(1, pages // (stripes * 16)))
+        # (A power of two, as searches for such runs are led by hints that promise neither less nor
+        # more.)
+        share = max(1, pages // (stripes * 16))
+        max_batch = min(layout.MAX_BATCH.value, 1 << share.bit_length() - 1)
         return Geometry(pages, stripes, max_batch)
 
     @property

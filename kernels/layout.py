@@ -58,7 +58,7 @@ LIVE_WORDS = tl.constexpr(64)  # words of live bits per page: 4096 granules of 1
 ORDERS = tl.constexpr(7)  # hint rows of the page level: a free run of 2**k pages, k = 0..6
 NUM_CLASSES = tl.constexpr(38)
 MAX_SLOT = tl.constexpr(1 << 15)
-MAX_BATCH = tl.constexpr(63)
+MAX_BATCH = tl.constexpr(64)
 
 # Geometry: MAGIC, the base, then numbers below 2**32, two to a word, so that a fast path needs
 # few loads and few registers: malloc the base and one word, free one more.

@@ -232,7 +232,7 @@ def choose_start(start, n, salt):
 
 @triton.jit(noinline=True)
 def take_within_chunk(heap, n, takers):
-    """Take ``n`` in [1, 63] adjacent pages of one chunk. Returns the first page, -1 if none.
+    """Take ``n`` in [1, 64] adjacent pages of one chunk. Returns the first page, -1 if none.
 
     First fit by address, but over some candidates, so that programs do not meet on one word: over
     twice as many chunks as would be filled if each of ``takers`` programs took one page, or as many

@@ -88,6 +88,7 @@ from .pages import (
     first_hinted,
     leave_transit,
     take_pages,
+    take_within_chunk,
     transit_ptr,
 )
 
@@ -100,7 +101,7 @@ WAITS = tl.constexpr(4)
 WHOLE_PAGES = tl.constexpr(2)  # who can fill so many pages at once gets pages of its own
 DRY_PAGES = tl.constexpr(1)  # or so many, if the stripe is dry
 SPARED = tl.constexpr(4)  # pages of a batch that gets a spare when half of it is used
-FIRST_LOG2 = tl.constexpr(3)  # the first batch of a stripe is so much shorter than the next
+FIRST_LOG2 = tl.constexpr(2)  # the first batch of a stripe is so much shorter than the next
 MAX_DEBT = tl.constexpr(1 << 30)
 REFILLING = tl.constexpr(-1)  # stripe word without a batch and below zero: somebody refills
 # The same, with a page: nobody refills, because there are slots to be drawn.
@@ -176,13 +177,13 @@ def renew(heap, cls, old):
 
 @triton.jit(noinline=True)
 def open_pages(heap, cls, batch, used, state, takers):
-    """Take up to ``batch`` (1 to 63, int32) adjacent pages and make them slabs with ``state``
+    """Take up to ``batch`` (1 to 64, int32) adjacent pages and make them slabs with ``state``
     (int64) in their page words, of which the first ``used`` slots are out. Returns a stripe word
-    whose credits are those slots, or 0 if there is no page. ``takers`` as in ``take_pages``. The
+    whose credits are those slots, or 0 if there is no page. ``takers`` as in ``pages``. The
     caller is in transit, unless all slots are used."""
     page = tl.full((), -1, tl.int32)
     while (page < 0) & (batch > 0):
-        page = take_pages(heap, batch, takers)
+        page = take_within_chunk(heap, batch, takers)
         if page < 0:
             batch = batch >> 1
     result = tl.full((), 0, tl.int64)

@@ -20,8 +20,9 @@ class Mutant:
 
 RELEASE_RUN = """\
     enter_transit(heap)
-    count_given(heap, n)
+    used = count_given(heap, n)
     give_run(heap, page, n)
+    follow_peak(heap, used)
     leave_transit(heap, n * 0 + 1)
 """
 
@@ -265,8 +266,9 @@ ALL = (
         file="pages.py",
         old=RELEASE_RUN,
         new="""\
-    count_given(heap, n)
+    used = count_given(heap, n)
     give_run(heap, page, n)
+    follow_peak(heap, used)
 """,
         breaks="a search does not hear of a run that came back behind it",
         scenario="run_behind_a_search",
@@ -284,8 +286,9 @@ ALL = (
         file="pages.py",
         old=RELEASE_RUN,
         new="""\
-    count_given(heap, n)
+    used = count_given(heap, n)
     give_run(heap, page, n)
+    follow_peak(heap, used)
     enter_transit(heap)
     leave_transit(heap, n * 0 + 1)
 """,

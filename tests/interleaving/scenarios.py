@@ -336,7 +336,7 @@ ALL = (
             Turn(0, "run_script", 10),
             Turn(2, "flush"),
             Turn(0, "install"),
-            Turn(2, "leave_transit"),
+            Turn(2, "end_transit"),
             Turn(1),
             Turn(0),
         ),
