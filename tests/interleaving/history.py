@@ -38,7 +38,7 @@ class Call:
 
     def __str__(self) -> str:
         name = {0: "malloc", 1: "free", 2: "realloc", 3: "free_at", 4: "malloc_lanes",
-                5: "free_lanes", 6: "zeros"}[self.op.kind.value]  # fmt: skip
+                5: "free_lanes", 6: "zeros", 7: "malloc_two"}[self.op.kind.value]  # fmt: skip
         what = f"{self.op.amount} B -> {self.address:#x}" if self.op.allocates else (
             f"{self.address:#x}" + (f" + {self.op.amount}" if self.op.amount else ""))  # fmt: skip
         return f"[{self.begin:3} {self.end:3}] program {self.program}: {name} {what}"
@@ -89,6 +89,7 @@ class History:
                         history.live.pop(held.get(op.slot + lane, 0), None)
                 continue
             old = held.get(slot, 0)
+            op = op.of_lane(entry - 1)
             history.calls.append(Call(at[0], op, begun[at], moment, event.value, old))
             if op.allocates:
                 held[slot] = event.value

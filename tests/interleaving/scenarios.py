@@ -16,6 +16,7 @@ from tests.interleaving.scripts import (
     free_lanes,
     malloc,
     malloc_lanes,
+    malloc_two,
     realloc,
     zeros,
 )
@@ -288,6 +289,37 @@ ALL = (
         script=(
             (malloc_lanes(0, WORD), free_lanes(0), malloc_lanes(0, WORD)),
             (malloc_lanes(4, WORD), free_lanes(4)),
+        ),
+        plan=mostly(20),
+    ),
+    # Lanes that want one class take their tickets together, and those that free into one page speak
+    # together for it.
+    Scenario(
+        "lanes_of_two_classes",
+        pages=2,
+        script=(
+            (malloc_two(0, 256), free_lanes(0), malloc_two(0, 256)),
+            (malloc_two(4, 256), free_lanes(4)),
+        ),
+        plan=mostly(20),
+    ),
+    # Two slots are freed together that are all there is in a page, which is in a batch or can be
+    # found.
+    Scenario(
+        "lanes_free_a_page",
+        pages=2,
+        before=(HALF, HALF),
+        script=((free_lanes(0),), (malloc(4, HALF),)),
+        plan=mostly(40, preemptions=2),
+    ),
+    # Four, in two pages of their own.
+    Scenario(
+        "lanes_free_their_pages",
+        pages=2,
+        script=(
+            (malloc_lanes(0, HALF), free_lanes(0)),
+            (malloc(4, 2 * PAGE), free(4)),
+            (malloc(5, HALF), free(5)),
         ),
         plan=mostly(20),
     ),

@@ -8,7 +8,7 @@ journal when it begins and when it ends, and what it returned.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -23,6 +23,7 @@ FREE_AT = tl.constexpr(3)
 MALLOC_LANES = tl.constexpr(4)
 FREE_LANES = tl.constexpr(5)
 ZEROS = tl.constexpr(6)
+MALLOC_TWO = tl.constexpr(7)
 LANES = tl.constexpr(4)
 ROW = tl.constexpr(3)
 # Journal entries of an operation: it begins; its lanes end, with the addresses in their slots.
@@ -53,11 +54,13 @@ def run_script(heap, script, slots, journal, OPS: tl.constexpr):
                 da.free(heap, tl.load(slot) + amount)
             if kind == MALLOC_LANES:
                 tl.store(slot + lane, da.malloc(heap, amount + lane * 0, lane < LANES))
+            if kind == MALLOC_TWO:
+                tl.store(slot + lane, da.malloc(heap, amount << (lane & 1), lane < LANES))
             if kind == FREE_LANES:
                 da.free(heap, tl.load(slot + lane))
             if kind == ZEROS:
                 tl.store(slot, da.zeros(heap, amount))
-            many = (kind == MALLOC_LANES) | (kind == FREE_LANES)
+            many = (kind == MALLOC_LANES) | (kind == MALLOC_TWO) | (kind == FREE_LANES)
             inside = (lane == 0) | many
             tl.store(entry + 1 + lane, tl.load(slot + lane, mask=inside), mask=inside)
         i += 1
@@ -73,15 +76,19 @@ class Op:
 
     @property
     def lanes(self) -> int:
-        return LANES.value if self.kind in (MALLOC_LANES, FREE_LANES) else 1
+        return LANES.value if self.kind in (MALLOC_LANES, MALLOC_TWO, FREE_LANES) else 1
 
     @property
     def allocates(self) -> bool:
-        return self.kind in (MALLOC, MALLOC_LANES, REALLOC, ZEROS)
+        return self.kind in (MALLOC, MALLOC_LANES, MALLOC_TWO, REALLOC, ZEROS)
 
     @property
     def frees(self) -> bool:
         return self.kind in (FREE, FREE_LANES, REALLOC)
+
+    def of_lane(self, lane: int) -> Op:
+        """What one lane asks for."""
+        return replace(self, amount=self.amount << (lane & 1)) if self.kind == MALLOC_TWO else self
 
 
 Script = tuple[tuple[Op, ...], ...]
@@ -111,6 +118,11 @@ def zeros(slot: int, nbytes: int) -> Op:
 def malloc_lanes(slot: int, nbytes: int) -> Op:
     """One block of ``nbytes`` per lane, into slots from ``slot`` on."""
     return Op(MALLOC_LANES, slot, nbytes)
+
+
+def malloc_two(slot: int, nbytes: int) -> Op:
+    """The same, but odd lanes ask for twice as much: two classes in one block."""
+    return Op(MALLOC_TWO, slot, nbytes)
 
 
 def free_lanes(slot: int) -> Op:
