@@ -220,7 +220,9 @@ def announce(heap, cls):
     time to pack rather than to spread.
 
     While stripes hold less than an eighth of the heap, batches are as long as may be; with every
-    sixteenth more, half as long. (With all classes in use, long ones would hoard most of it.)
+    sixteenth more, half as long. (With all classes in use, long ones would hoard most of it.) When
+    more than three eighths are taken they are short, or what a search has made others give back
+    would be hoarded again at once.
     """
     stripe = own_stripe(heap, cls)
     # (Not a list of five words: blocks have lengths that are powers of two.)
@@ -237,8 +239,10 @@ def announce(heap, cls):
     limit = longest
     for sixteenths in tl.static_range(2, 6):
         limit = tl.where(pick(seen, 2) << 4 >= pages * sixteenths, limit >> 1, limit)
-    limit = tl.maximum(limit, tl.minimum(longest, SPARED))
-    limit = tl.where(pick(seen, 1) * 2 > pages, 0, limit)
+    used = pick(seen, 1)
+    short = tl.minimum(longest, SPARED)
+    limit = tl.where(used * 8 > pages * 3, short, tl.maximum(limit, short))
+    limit = tl.where(used * 2 > pages, 0, limit)
     return pick(seen, 3), pick(seen, 4), limit
 
 
