@@ -351,7 +351,9 @@ class State:
         self._fail_at(self.in_batches != self.attached, "H4: attached pages and batches disagree")
         held, in_batches = self._word(layout.HELD.value), int(self.batch_length.sum())
         if held != in_batches:
-            raise CorruptionError(f"H4: batches are said to hold {held} pages, and hold {in_batches}")
+            raise CorruptionError(
+                f"H4: batches are said to hold {held} pages, and hold {in_batches}"
+            )
         batch_slots = self.batch_length * _SLOTS[:, None]
         if (self.credits > batch_slots).any():
             cls, stripe = np.argwhere(self.credits > batch_slots)[0]

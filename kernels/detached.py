@@ -4,7 +4,7 @@ Pages of a chunk are handled together, as the bits of one word. The argument, wi
 batches that the pages come from, is in ``slabs``; the account (A) is there too.
 
 Shared words and their writers
-    *Page word*: free subtracts; draw, settle and unpublish compare and swap.
+    *Page word*: free subtracts; draw, settle, unpublish and retire_filled compare and swap.
     *Class hint*: row ORDERS + class, a bit per chunk. PUBLISHED in a page word promises it.
 """
 

@@ -1,8 +1,9 @@
 """malloc and free: what the functions of ``api`` do on an ordinary heap.
 
 Everything is written once, for a scalar request of the program and for a block of requests, one
-per lane (see ``lanes``). The lanes that want the same size class as the first active lane share
-one ticket, a single subtraction; the other lanes take one each, all in one instruction.
+per lane (see ``lanes``). A block whose lanes want one size class takes its tickets by a single
+subtraction; in others, the lanes of a class subtract in groups (see ``groups``), all in one
+instruction.
 
 A malloc is two dependent round trips to memory: the ticket and the claim of the live bit. A free
 is two: the clearing of the live bit, and the subtraction from the page's account. Everything else
@@ -203,7 +204,7 @@ def malloc_rest_scalar(heap, nbytes, addr, word, lost):
 
 @triton.jit
 def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, halves, polls):
-    """Serve the lanes in ``rest``, which got no ticket: those of other classes than the first, who
+    """Serve the lanes in ``rest``, which got no ticket: those of a block of several classes, who
     are to try (``tries``), those that came to a dry stripe, and large and impossible sizes. Serve
     also those that were ``promised`` a slot (an address, or 0) that somebody else has now. Returns
     the addresses in all these lanes. The ``crossed`` lanes' stripes are ours to refill; those of

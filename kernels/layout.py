@@ -9,7 +9,7 @@ reach it. Words 0..31 never change after the heap is made and may be loaded plai
     ERRORS          one counter per kind of error                     record
     RECORDS         the first MAX_RECORDS errors, 4 words each        record
     PEAK, USED      pages taken from the page level, and their peak   pages
-    HELD            pages of batches                                  slabs
+    HELD            pages in batches of stripes, spares among them    slabs
     RUNS            runs handed out as large allocations              heap
     GRANTED         per class: slots handed out as credits            slabs
     TRANSIT         in-hand counts and epochs, striped                pages, slabs

@@ -3,8 +3,8 @@
 Where a bit lies follows from the address alone (see ``layout``), so a free need not know what it
 frees. Slots of one page that are equally far apart come round to the same word again and again:
 of neighbouring slots of 64 bytes every sixteenth, of 1 KiB every one. So one lane speaks for all
-slots of its word: the tickets of a program are consecutive slots, and addresses that are freed
-together mostly are. A hundred lanes then need a handful of atomics.
+slots of its word: the tickets of a block of one class are consecutive slots, and addresses that are
+freed together mostly are. A hundred lanes then need a handful of atomics.
 
 Shared words and their writers
     *Live bits*: claim sets by `or`, free clears by `and`; a new run sets its own. Both return what

@@ -17,24 +17,26 @@ Shared words and their writers
     *Stripe word* (class, stripe): malloc subtracts credits; a refill or a flush exchanges it; who
     makes a refill its duty (take_duty) compares and swaps it.
     *Spare* (class, stripe): prefetch, refill and flush exchange it.
-    *Page word*: free subtracts; open, renew and detach change the state, and draw, settle and
-    unpublish in ``detached``.
+    *Page word*: free subtracts; open, renew and detach change the state, and draw, settle,
+    unpublish and retire_filled in ``detached``.
+    *HELD*: how many pages are in batches; says only how long the next may be.
     *Class hint*: row ORDERS + class, a bit per chunk. PUBLISHED in a page word promises it.
 Linearisation
     malloc: the subtraction that returned enough credits, or the compare-and-swap of a draw, or
-    the take of whole pages. free: the subtraction from the page word.
+    the take of whole pages. free: the subtraction from the page word, or the compare-and-swap that
+    retires filled pages.
 Who may do what
     Credits of a batch exist in one stripe word or spare only; its pages are ATTACHED, not
     PUBLISHED, and nobody draws from them. A page is retired by the compare-and-swap of its word
     from (detached, out = 0) to FREE: by (A) nobody has a slot, a promise or a credit in it, so
     nobody is inside. A free that finds its live bit clear touches no page word.
 Order
-    `fence` orders; the atomics are relaxed, but for the tickets of the first class of a program,
-    which acquire. Free fences before it clears the live bit, so the payload happens before that
-    and before the subtraction. From there to the next owner the order passes through the bit
-    (draw: the claim reads what the free cleared, and malloc fences behind it), or through
-    subtraction -> fence of a refill or a retirement -> stripe word or page bits -> ticket, which
-    acquires.
+    `fence` orders; the atomics are relaxed, but for the tickets of scalars and of blocks of one
+    class, which acquire, and exchanges and takes by one lane. Free fences before it clears the
+    live bit, so the payload happens before that and before the subtraction. From there to the
+    next owner the order passes through the bit (draw: the claim reads what the free cleared, and
+    malloc fences behind it), or through subtraction -> fence of a refill or a retirement ->
+    stripe word or page bits -> ticket, which acquires, or malloc fences behind its claims.
 Reuse (ABA)
     Compare-and-swaps of page words compare the whole state; an equal state is an equal right,
     whatever happened in between.

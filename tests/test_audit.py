@@ -98,6 +98,7 @@ PLANTED: dict[str, tuple[str, Callable[[Damage], None]]] = {
     "a run that is lost": ("H2", lambda d: d.add(d.page(d.runs[0]), -(2 << KIND) - 3)),
     "a page beyond the end": ("H2", lambda d: d.flip_page_bit(PAGES)),
     "a wrong number of used pages": ("H2", lambda d: d.add(layout.USED.value, 1)),
+    "a wrong number of pages in batches": ("H4", lambda d: d.add(layout.HELD.value, 1)),
     "something in hand": ("H2", lambda d: d.add(TRANSIT, 1 << 44)),
     "a hidden slab": ("H3", lambda d: d.flip(d.page(d.slabs[0]), 31)),
     "an empty slab": ("H3", empty_slab),

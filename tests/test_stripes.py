@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from devalloc import Heap
-from devalloc.kernels import layout, slabs
+from devalloc.kernels import layout, pages, slabs
 from devalloc.sizes import PAGE_BYTES
 from tests.conftest import ON_GPU
 from tests.support import DEVICE, assert_whole_capacity, free_lanes, malloc_lanes
@@ -21,6 +21,15 @@ def await_kernel(heap, found, CLS: tl.constexpr, NEED: tl.constexpr):
     place, duty = slabs.await_slots(heap, zero + CLS, zero + NEED)
     tl.store(found, place)
     tl.store(found + 1, duty.to(tl.int64))
+
+
+@triton.jit
+def announce_kernel(heap, found, CLS: tl.constexpr):
+    word, spare, limit = slabs.announce(heap, tl.program_id(0) * 0 + CLS)
+    pages.end_transit(heap, limit * 0)
+    tl.store(found, word)
+    tl.store(found + 1, spare)
+    tl.store(found + 2, limit.to(tl.int64))
 
 
 def drawing_word(credits: int) -> int:
@@ -78,3 +87,45 @@ def test_malloc_works_beside_a_large_debt(lanes: int) -> None:
         heap.audit()
         free_lanes(heap, addrs, block=lanes)
         assert_whole_capacity(heap)
+
+
+@pytest.mark.parametrize(
+    ("used", "held", "limit"),
+    [
+        (0, 0, 64),
+        (8191, 8191, 64),
+        (8192, 8192, 32),
+        (12288, 12288, 16),
+        (16384, 16384, 8),
+        (20480, 20480, 4),
+        (24576, 24576, 4),
+        (24577, 0, 4),
+        (32768, 0, 4),
+        (32769, 0, 0),
+        (65536, 20480, 0),
+    ],
+)
+def test_batches_are_short_when_much_is_held_or_taken(used: int, held: int, limit: int) -> None:
+    with Heap(65536 * PAGE_BYTES) as heap:
+        stripe = layout.STRIPES.value + CLASS * 64 * layout.STRIPE_STRIDE.value
+        heap.handle[layout.USED.value] = used
+        heap.handle[layout.HELD.value] = held
+        heap.handle[stripe] = 12
+        heap.handle[stripe + layout.SPARE.value] = 34
+        found = torch.full((3,), -1, dtype=torch.int64, device=DEVICE)
+        announce_kernel[(1,)](heap.handle, found, CLS=CLASS)
+        assert found.tolist() == [12, 34, limit]
+        assert heap.handle[layout.USED.value] == used, "only looked at"
+        assert heap.handle[layout.HELD.value] == held
+        heap.reset()
+
+
+def test_in_a_small_heap_batches_are_single_pages_until_it_fills() -> None:
+    with Heap(32 * PAGE_BYTES) as heap:
+        found = torch.full((3,), -1, dtype=torch.int64, device=DEVICE)
+        announce_kernel[(1,)](heap.handle, found, CLS=CLASS)
+        assert found.tolist() == [0, 0, heap._geometry.max_batch]
+        heap.handle[layout.USED.value] = 17
+        announce_kernel[(1,)](heap.handle, found, CLS=CLASS)
+        assert found.tolist() == [0, 0, 0]
+        heap.reset()
