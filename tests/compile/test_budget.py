@@ -9,7 +9,6 @@ import ast
 from typing import Any
 
 import pytest
-import triton
 
 from tests.compile import budget
 from tests.compile.cases import COMPARED, ENTRY_POINTS, PROBE, all_cases
@@ -25,16 +24,14 @@ from tests.compile.measure import (
     start_child,
 )
 
-OLD_COMPILER = triton.__version__.startswith("3.6.")
 TARGETS = ("cuda80", "cuda90", "cuda100", "gfx942")
 KEYS = [f"{case.key}@{target}" for case in all_cases() for target in TARGETS]
 # For a malloc with a free, of a number or of a block: see `compile_seconds` for whose seconds.
 MAX_COMPILE_SECONDS = 3.0
-# Kernels that do not spill, with the functions that they call; some only as the compiler of one
-# Triton allots registers (3.6: 160 to 168 to kernels that allocate, 3.9: 72 to 96).
+# Kernels that do not spill, with the functions that they call. Those that allocate spill a little
+# around calls of cold functions (scalars 12 to 28 bytes with the compiler of Triton 3.6); how much,
+# the budget says.
 SPILL_NOTHING = {"free_scalar", "free_lanes", "usable_size_scalar", "usable_size_lanes", PROBE.name}
-if OLD_COMPILER:
-    SPILL_NOTHING |= {"malloc_scalar", "pair_scalar", "zeros_scalar", "realloc_scalar"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
