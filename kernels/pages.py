@@ -14,8 +14,8 @@ Linearisation
     take: the compare-and-swap (or the `and`, for one page) that clears the bits.
     give: the `or` that sets them. Failure: see `collect`.
 Order
-    Who gives has fenced after learning that the pages are unused; the atomic that takes up to 63
-    pages acquires, and behind a take of more is a fence. So through the page bits, what the old
+    Who gives has fenced after learning that the pages are unused; the atomic that takes within
+    a chunk acquires, and behind a take of more is a fence. So through the page bits, what the old
     owner did happens before what the new owner does. All else is relaxed. A give is in transit, so
     fenced before its epoch moves, and `collect` is fenced on both sides, so that a search lies
     between two collects.

@@ -181,7 +181,7 @@ def renew(heap, cls, old):
 def open_pages(heap, cls, batch, used, state, takers):
     """Take up to ``batch`` (1 to 64, int32) adjacent pages and make them slabs with ``state``
     (int64) in their page words, of which the first ``used`` slots are out. Returns a stripe word
-    whose credits are those slots, or 0 if there is no page. ``takers`` as in ``pages``. The
+    whose credits are those slots, or 0 if there is no page. ``takers`` as for the take. The
     caller is in transit, unless all slots are used."""
     page = tl.full((), -1, tl.int32)
     while (page < 0) & (batch > 0):
