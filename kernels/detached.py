@@ -38,17 +38,17 @@ from .layout import (
 )
 from .pages import (
     FAR,
-    IN_HAND,
+    begin_transit,
     count_given,
     end_transit,
     enter_transit,
     first_hinted,
     follow_peak,
     give_pages,
+    has_begun,
     hinted_chunk,
     leave_transit,
     one_of,
-    transit_ptr,
 )
 
 # Page words -----------------------------------------------------------------------------------
@@ -144,10 +144,7 @@ def retire_filled(heap, first, last, size):
     the give: until the free returns, no search has to find the pages.
     """
     lane = tl.arange(0, 64)
-    # (One lane acts: what an atomic on a scalar returns is waited for at once.)
-    announce = (lane * 0).to(tl.int64) + IN_HAND
-    ptr = transit_ptr(heap) + lane * 0
-    announced = tl.atomic_add(ptr, announce, mask=lane == 0, sem="relaxed")
+    announced = begin_transit(heap)
     chunk = first >> 6
     here = chunk * 64 + lane
     mine = (here >= first) & (here <= last)
@@ -156,8 +153,7 @@ def retire_filled(heap, first, last, size):
     seen = atomic_cas(page_word_ptr(heap, here), expected, expected * 0)
     given = lane_bits(mine & (seen == filled))
     hinted = given != given
-    # (Both have returned: the second is always true.)
-    if (given != 0) & any_lane((lane == 0) & (announced >= 0)):
+    if (given != 0) & has_begun(announced):
         used = count_given(heap, popcount(given))
         hinted = give_pages(heap, chunk, given, given != 0)
         follow_peak(heap, used)
@@ -242,20 +238,26 @@ def unpublish(heap, cls, chunk):
 def draw_from(heap, cls, chunk, words, free, need, salt):
     """Promise the caller up to ``need`` slots in pages of a chunk whose page words were ``words``
     and had ``free`` slots (blocks of 64): 2**k slots in each of some pages. Returns k and the
-    pages as a word of bits, 0 if other programs were faster."""
+    pages as a word of bits, 0 if other programs left nothing."""
     lane = tl.arange(0, 64)
-    # The largest k that gives enough, or else the one that gives most.
+    announced = begin_transit(heap)
+    # The largest k that gives enough and leaves three quarters of what is free, as slots are soon
+    # found where many are clear. Or the largest that gives enough, or the one that gives most.
     k = need * 0
     fits = tl.full((), 0, tl.int64)
     most = need * 0
-    step = floor_log2(tl.minimum(tl.max(free, axis=0), need))
+    free_most = tl.max(free, axis=0)
+    leave = need * 0 + 2
+    step = floor_log2(tl.minimum(tl.maximum(free_most >> 2, 1), need))
     while (step >= 0) & (most < need):
-        pages = lane_bits((free >> step) != 0)
+        pages = lane_bits((free >> (step + leave)) != 0)
         better = (popcount(pages) << step) > most
         k = tl.where(better, step, k)
         fits = tl.where(better, pages, fits)
         most = popcount(fits) << k
-        step -= 1
+        again = (step == 0) & (leave > 0)
+        step = tl.where(again, floor_log2(tl.minimum(free_most, need)), step - 1)
+        leave = tl.where(again, 0, leave)
     # As many pages as are needed, beginning anywhere, so that programs do not meet in the first.
     choices = popcount(fits)
     first = (fits & 0) + -1 << select_bit(fits, salt % choices).to(tl.int64)
@@ -268,13 +270,21 @@ def draw_from(heap, cls, chunk, words, free, need, salt):
         before = fits & (first ^ -1)
         last = select_bit(before, wanted - ahead - 1).to(tl.int64)
         chosen = chosen | (before & lsr((fits & 0) - 1, 63 - last))
-    mine = (lsr(chosen, lane.to(tl.int64)) & 1) != 0
+    mine = ((lsr(chosen, lane.to(tl.int64)) & 1) != 0) & has_begun(announced)
     more = (words & 0) + 1 << k.to(tl.int64)
-    expected = tl.where(mine, words, 0)
-    enter_transit(heap)
     ptr = page_word_ptr(heap, chunk * 64 + lane)
-    seen = atomic_cas(ptr, expected, tl.where(mine, words + more, 0))
-    won = lane_bits(mine & (seen == expected))
+    got = mine & (mine == 0)
+    while any_lane(mine):
+        expected = tl.where(mine, words, 0)
+        seen = atomic_cas(ptr, expected, tl.where(mine, words + more, 0))
+        hit = mine & (seen == expected)
+        got = got | hit
+        # Where others were faster, again, if there still is enough (twice as much, while pages
+        # with more are to be had).
+        words = tl.where(mine, seen, words)
+        enough = (free_slots(words, cls, class_slots(cls)) >> (k + (leave >> 1))) != 0
+        mine = mine & (hit == 0) & enough
+    won = lane_bits(got)
     granted = popcount(won) << k
     tl.atomic_add(heap + GRANTED + cls, granted.to(tl.int64), sem="relaxed")
     # (What the swap returned says how many were granted.)
@@ -305,7 +315,11 @@ def draw(heap, cls, need, looks, least):
     front = tl.minimum((width >> 6) + 1, words)  # where to look first
     start = one_of(front, salt >> 10)
     while left > 0:
-        index, hints = first_hinted(heap, row, start)
+        # One word alone: mostly it serves, and rows that all programs read are slow.
+        index = start
+        hints = atomic_load(hint_ptr(heap, row, start * 64))
+        if hints == 0:
+            index, hints = first_hinted(heap, row, start)
         if index != FAR:
             chunk = index * 64 + hinted_chunk(hints, width, salt)
             states = atomic_load(page_word_ptr(heap, chunk * 64 + lane))

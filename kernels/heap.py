@@ -94,12 +94,12 @@ def report_failed(heap, nbytes, failed):
 
 
 @triton.jit
-def find_class(heap, cls, rank, active, need, crossed):
-    """Search slots for ``need`` active lanes, ranked, of one class; ``crossed`` as in
+def find_class(heap, cls, rank, active, need, state):
+    """Search slots for ``need`` active lanes, ranked, of one class; ``state`` as in
     ``slabs.find_slots``. Returns the address of the slot that each lane was promised, or 0, and
     whether anything was found."""
     size = class_bytes(cls)
-    place, pages = find_slots(heap, cls, need, crossed)
+    place, pages = find_slots(heap, cls, need, state)
     # A draw: 2**k slots in every page set, anywhere in it.
     drawn = pages != 0
     k = tl.where(drawn, stripe_credits(place), 0)
@@ -108,8 +108,11 @@ def find_class(heap, cls, rank, active, need, crossed):
     page, slot = ticket_slot(tl.where(drawn, 0, place), rank, size, got)
     first, _batch = stripe_place(place)
     at = select_bit(pages + rank.to(tl.int64) * 0, tl.where(got, rank >> k, 0))
-    salt = mix(program_index() * 4096 + rank)
-    anywhere = (salt & 0xFFFF) * slots_of(size) >> 16
+    # Neighbours from some slot on: they lie in different words, or are different bits of one.
+    slots = slots_of(size)
+    first_slot = (mix(program_index() * 4096 + at) & 0xFFFF) * slots >> 16
+    anywhere = first_slot + (rank & ((rank * 0 + 1 << k) - 1))
+    anywhere = tl.where(anywhere < slots, anywhere, anywhere - slots)
     page = tl.where(drawn, first + at, page)
     slot = tl.where(drawn, anywhere, slot)
     addr = address_of(load_base(heap), page, slot * (size >> 4))
@@ -148,7 +151,7 @@ def malloc_any(heap, nbytes, active):
                 # (Where everybody draws, nobody refills: somebody has to take that duty.)
                 whole = (count >= slots_of(size) * DRY_PAGES) & (is_drawing(word) == 0)
                 if whole == 0:
-                    word, duty = await_slots(heap, cls, count)
+                    word, duty = await_slots(heap, cls, count, word)
     if is_block(nbytes):
         if whole:
             word = open_whole(heap, cls, count)
@@ -159,12 +162,11 @@ def malloc_any(heap, nbytes, active):
     rest = active & (got == 0) & (nbytes != 0)
     if any_lane(rest | (taken != 0)) | half:
         if is_block(rest):
-            ptr, bit = live_bit(live, page, granule)
-            lost = got & heard(ptr, bit, taken)
+            lost = got & heard(page, granule, taken)
             crossed = same & (got == 0) & (duty != 0)
             tries = tl.where(alone, small != small, small)
-            # Of whole pages there were too few: no refill is under way.
-            polls = tl.where(whole, 0, count * 0 + POLLS)
+            # (Who wants one class has waited, or found that there are no whole pages.)
+            polls = tl.where(alone, 0, count * 0 + POLLS)
             promised = tl.where(lost, addr, 0)
             more = malloc_rest(
                 heap, nbytes, classes, rest, promised, tries, crossed, same & half, polls
@@ -208,7 +210,9 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, halves, p
     are to try (``tries``), those that came to a dry stripe, and large and impossible sizes. Serve
     also those that were ``promised`` a slot (an address, or 0) that somebody else has now. Returns
     the addresses in all these lanes. The ``crossed`` lanes' stripes are ours to refill; those of
-    ``halves`` are half used; ``polls`` is how often to look at the others before searching."""
+    ``halves`` are half used; ``polls`` is how often to look at the others before a search, 0 if
+    that was done."""
+    patience = polls
     pending = rest & (nbytes > 0) & (nbytes <= MAX_SLOT)
     sizes = class_bytes(classes)
     stripes = own_stripe(heap, classes)
@@ -243,12 +247,13 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, halves, p
                 waits = (polls > 0) & (any_lane(tries) == 0)
         elif left:
             now = pending & (classes == cls)
-            where, found = find_class(heap, cls, rank_of(now), now, count_lanes(now), ours)
+            state = tl.where(patience > 0, ours, ours * 2 - 1)
+            where, found = find_class(heap, cls, rank_of(now), now, count_lanes(now), state)
             promised = tl.where(where != 0, where, promised)
             # Nothing is left of the class: its lanes fail.
             pending = pending & tl.where(found, where == 0, now == 0)
             crossed = crossed & (now == 0)
-            polls = tl.full((), POLLS, tl.int32)
+            polls = patience
     cls = pick_first(classes, halves)
     while cls >= 0:
         prefetch(heap, cls)

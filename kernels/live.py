@@ -63,10 +63,11 @@ def speak_for(granule, unit, before, further):
 
 
 @triton.jit
-def heard(ptr, bit, wrong):
-    """Which lanes' ``bit`` of the word at ``ptr`` is among the ``wrong`` ones of a lane that spoke
-    for that word. A turn for each such word."""
-    where = ptr.to(tl.int64)
+def heard(page, granule, wrong):
+    """Which lanes' live bits are among the ``wrong`` ones of a lane that spoke for their word. A
+    turn for each such word."""
+    where = page * LIVE_WORDS + (granule & 63)
+    bit = (granule & 0).to(tl.int64) + 1 << (granule >> 6).to(tl.int64)
     hit = wrong != wrong
     speaker = first_lane(wrong != 0)
     while speaker < wrong.shape[0]:
@@ -120,16 +121,21 @@ def claim_tickets(live, word, rank, count, size, active):
 @triton.jit
 def another(word, granule, size):
     """Where to try next when the live bit of ``granule`` was set, of a slot of ``size`` bytes, and
-    its word is ``word``: another slot in that word, by a hash, or else the next slot of the page,
-    which is in another word. Every lane was promised a slot of its page, so it will find one."""
+    its word is ``word``: another slot in that word, or else the next slot of the page, which is in
+    another word. Every lane was promised a slot of its page, so it will find one.
+
+    Lanes that tried neighbouring bits of one word look for a clear one far apart, and programs
+    begin at different ones.
+    """
     unit = size >> 4
     end = slots_of(size) * unit
-    salt = mix(program_index() * 4096 + lane_index(granule) + granule)
     _period_log2, apart = word_period(unit)
-    first = (granule >> 6) % apart
+    turn = (granule >> 6) // apart
+    first = (granule >> 6) - turn * apart
     last = (end - unit - (granule & 63)) >> 6
     clear = (word ^ -1) & (comb(apart) << first.to(tl.int64)) & low_mask(last + 1)
-    other = (next_bit(clear, salt & 63) << 6) + (granule & 63)
+    start = (mix(program_index()) + turn * 27) & 63
+    other = (next_bit(clear, start) << 6) + (granule & 63)
     beyond = tl.where(granule + unit < end, granule + unit, 0)
     return tl.where(clear != 0, other, beyond)
 
@@ -139,19 +145,16 @@ def claim_any(heap, addr, size):
     """Set live bits: for each ``addr`` that is not 0 that of this slot, or else of another of its
     page, of ``size`` bytes. (The caller was promised one.) Returns the addresses.
 
-    What the slots' last owners did happens before anything that the caller does next. (One fence
-    waits for all claims; only who lost some needs another.)
+    What the slots' last owners did happens before anything that the caller does next.
     """
     base = load_base(heap)
     live = live_words(heap)
     page, granule = place_of(base, addr)
     word, lost = claim(live, page, granule, addr != 0)
+    while any_lane(lost):
+        granule = tl.where(lost, another(word, granule, size), granule)
+        word, lost = claim(live, page, granule, lost)
     fence(heap + ERRORS)
-    if any_lane(lost):
-        while any_lane(lost):
-            granule = tl.where(lost, another(word, granule, size), granule)
-            word, lost = claim(live, page, granule, lost)
-        fence(heap + ERRORS)
     return tl.where(addr != 0, address_of(base, page, granule), 0)
 
 
@@ -194,7 +197,7 @@ def clear(live, page, granule, active):
     if is_block(active):
         speaks = active & (tl.where(together, before, 0) == 0)
         if any_lane(wrong != 0):
-            hit = heard(ptr, bit, wrong)
+            hit = heard(page, granule, wrong)
             cleared = active & (tl.where(together, hit, wrong != 0) == 0)
             speaks = cleared
             counts = counts * 0 + 1

@@ -78,6 +78,23 @@ def enter_transit(heap):
 
 
 @triton.jit
+def begin_transit(heap):
+    """:func:`enter_transit` without waiting for it. Before anything is taken, the caller is to see
+    that it `has_begun` by what this returns. (One lane of a block acts: what an atomic on a scalar
+    returns is waited for at once.)"""
+    lane = tl.arange(0, 32)
+    change = (lane * 0).to(tl.int64) + IN_HAND
+    return tl.atomic_add(transit_ptr(heap) + lane * 0, change, mask=lane == 0, sem="relaxed")
+
+
+@triton.jit
+def has_begun(announced):
+    """True, once the announcement of :func:`begin_transit` has returned."""
+    lane = tl.arange(0, 32)
+    return tl.sum(((lane == 0) & (announced >= 0)).to(tl.int32), axis=0) > 0
+
+
+@triton.jit
 def leave_transit(heap, put_back):
     """Undo :func:`enter_transit`; ``put_back`` (0 or 1) says whether memory became free again."""
     fence(transit_ptr(heap))
@@ -231,6 +248,17 @@ def choose_start(start, n, salt):
 
 
 @triton.jit(noinline=True)
+def lacks_pages(heap, n):
+    """1 if there are no ``n`` free pages (int32), wherever they are, or else 0.
+
+    One word, while to search rows of hints that all programs read is slow. A page that is free was
+    counted as such before: who gives subtracts first. (A search that looks at USED while that is
+    under way is not quiet.)
+    """
+    return (atomic_load(heap + USED) + n > load_geometry(heap, G_PAGES)).to(tl.int32)
+
+
+@triton.jit(noinline=True)
 def take_within_chunk(heap, n, takers):
     """Take ``n`` in [1, 64] adjacent pages of one chunk. Returns the first page, -1 if none.
 
@@ -283,7 +311,11 @@ def take_within_chunk(heap, n, takers):
             index = tl.maximum(cursor, first)
             hints = atomic_load(hint_ptr(heap, order, index * 64))
             if hints == 0:
-                index, hints = first_hinted(heap, order, index)
+                if lacks_pages(heap, n) != 0:
+                    index = index * 0 + FAR
+                    cursor = first
+                else:
+                    index, hints = first_hinted(heap, order, index)
             start = word & 0
             if index == FAR:
                 # Nothing from there on. All over from the front, or there is nothing at all.

@@ -88,6 +88,7 @@ from .pages import (
     end_transit,
     enter_transit,
     first_hinted,
+    lacks_pages,
     leave_transit,
     take_pages,
     take_within_chunk,
@@ -187,7 +188,8 @@ def open_pages(heap, cls, batch, used, state, takers):
     while (page < 0) & (batch > 0):
         page = take_within_chunk(heap, batch, takers)
         if page < 0:
-            batch = batch >> 1
+            # (Shorter only if there is any page at all: a full heap is found full at once.)
+            batch = tl.where(lacks_pages(heap, batch * 0 + 1) != 0, 0, batch >> 1)
     result = tl.full((), 0, tl.int64)
     if page >= 0:
         lane = tl.arange(0, 64)
@@ -451,27 +453,28 @@ def limit_debt(ptr, word):
 
 
 @triton.jit(noinline=True)
-def await_slots(heap, cls, need):
-    """Wait at the program's stripe of class ``cls``, which was dry when we came by (int32
-    scalars). Returns (place, duty): a stripe word as a subtraction returned it, or 0; and whether
-    it is our duty to refill the stripe, as we took it below zero. Both 0: there may be slots to
-    be drawn, or it takes too long."""
+def await_slots(heap, cls, need, now):
+    """Wait at the program's stripe of class ``cls`` (int32 scalars), which was dry when we came by:
+    its word was ``now``. Returns (place, duty): a stripe word as a subtraction returned it, or 0;
+    and whether it is our duty to refill the stripe, as we took it below zero. Both 0: there may be
+    slots to be drawn, or it takes too long."""
     ptr = own_stripe(heap, cls)
     place = tl.full((), 0, tl.int64)
     duty = need * 0
     polls = need * 0 + POLLS
     while polls > 0:
         polls -= 1
-        now = atomic_load(ptr)
-        if stripe_credits(now) >= 0:
-            now = tl.atomic_add(ptr, -need.to(tl.int64), sem="acquire")
-            credits = stripe_credits(now)
-            place = tl.where(credits > 0, now, place)
-            duty = ((credits >= 0) & (credits < need)).to(tl.int32)
-            polls = tl.where(credits >= 0, 0, polls)
-        elif is_drawing(now):
+        if is_drawing(now):
             limit_debt(ptr, now)
             polls = polls * 0
+        else:
+            now = atomic_load(ptr)
+            if stripe_credits(now) >= 0:
+                now = tl.atomic_add(ptr, -need.to(tl.int64), sem="acquire")
+                credits = stripe_credits(now)
+                place = tl.where(credits > 0, now, place)
+                duty = ((credits >= 0) & (credits < need)).to(tl.int32)
+                polls = tl.where(credits >= 0, 0, polls)
     return place, duty
 
 
@@ -487,10 +490,11 @@ def take_duty(heap, cls):
 
 
 @triton.jit(noinline=True)
-def find_slots(heap, cls, need, crossed):
+def find_slots(heap, cls, need, state):
     """Slots for ``need`` requests of class ``cls`` when there were no tickets (int32 scalars).
-    ``crossed`` != 0: our subtraction took the stripe below zero, so the refill is ours. Returns
-    (place, pages), the first two of :func:`refill`.
+    ``state`` 1: our subtraction took the stripe below zero, so the refill is ours; -1: we have
+    waited for tickets, or tried to get whole pages, in vain; 0: neither. Returns (place, pages),
+    the first two of :func:`refill`.
 
     First at the program's own stripe; then everywhere, until something is found or two passes
     were quiet (nothing found, nothing put back, nothing in hand): then both are 0, the memory is
@@ -501,15 +505,18 @@ def find_slots(heap, cls, need, crossed):
     pages = tl.full((), 0, tl.int64)
     before = tl.full((), -1, tl.int64)
     quiet = need * 0
-    duty = crossed
-    waits = tl.where(crossed == 0, WAITS, 0)
-    if (crossed == 0) & (need >= class_slots(cls) * WHOLE_PAGES):
+    duty = tl.maximum(state, 0)
+    waits = tl.where(duty == 0, WAITS, 0)
+    waited = state < 0
+    if (state == 0) & (need >= class_slots(cls) * WHOLE_PAGES):
         place = open_whole(heap, cls, need)
     while ((place | pages) == 0) & (quiet < 2):
         everywhere = (waits <= 0) & (duty == 0)
-        if waits > 0:
+        if (waits > 0) & (waited == 0):
             waits -= 1
-            place, duty = await_slots(heap, cls, need)
+            dry = tl.full((), REFILLING, tl.int64)
+            place, duty = await_slots(heap, cls, need, dry)
+        waited = waited & (waited == 0)
         if (place | duty) == 0:
             looks = tl.where(everywhere, 0, 2)
             place, pages = draw(heap, cls, need, looks, need * 0 + 1)

@@ -55,6 +55,16 @@ def test_every_slot_of_a_class(size: int) -> None:
         assert_whole_capacity(heap)
 
 
+def test_a_block_that_wants_two_pages_gets_the_last_one() -> None:
+    with Heap(3 * PAGE_BYTES) as heap:
+        run = malloc_scalars(heap, [2 * PAGE_BYTES])
+        addrs = malloc_lanes(heap, [1024] * 128, block=128)
+        assert int((addrs != 0).sum()) == PAGE_BYTES // 1024
+        heap.clear_errors()
+        free_lanes(heap, torch.cat([run, addrs]))
+        assert_whole_capacity(heap)
+
+
 def test_random_sizes_leave_little() -> None:
     """16 B to 1 MiB, until three batches of sixteen were not served in full."""
     generator = random.Random(3)

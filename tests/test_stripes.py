@@ -7,6 +7,7 @@ import triton.language as tl
 
 from devalloc import Heap
 from devalloc.kernels import layout, pages, slabs
+from devalloc.kernels.atomics import atomic_load
 from devalloc.sizes import PAGE_BYTES
 from tests.conftest import ON_GPU
 from tests.support import DEVICE, assert_whole_capacity, free_lanes, malloc_lanes
@@ -16,9 +17,13 @@ LEAST = -(1 << 31)  # credits
 
 
 @triton.jit
-def await_kernel(heap, found, CLS: tl.constexpr, NEED: tl.constexpr):
+def await_kernel(heap, found, CLS: tl.constexpr, NEED: tl.constexpr, KNOWN: tl.constexpr):
+    """Wait at a stripe whose word we know, or do not know but for its being dry."""
     zero = tl.program_id(0) * 0
-    place, duty = slabs.await_slots(heap, zero + CLS, zero + NEED)
+    word = tl.full((), slabs.REFILLING, tl.int64)
+    if KNOWN:
+        word = atomic_load(slabs.own_stripe(heap, zero + CLS))
+    place, duty = slabs.await_slots(heap, zero + CLS, zero + NEED, word)
     tl.store(found, place)
     tl.store(found + 1, duty.to(tl.int64))
 
@@ -42,36 +47,39 @@ def stripe_word(heap: Heap) -> torch.Tensor:
     return heap.handle[index : index + 1]
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("credits", [LEAST, LEAST + 1, -slabs.MAX_DEBT.value - 1])
-def test_a_large_debt_is_brought_back(credits: int) -> None:
+def test_a_large_debt_is_brought_back(credits: int, known: bool) -> None:
     """Everybody draws beside the stripe and subtracts from it first: it must not wrap."""
     with Heap(32 * PAGE_BYTES) as heap:
         word = stripe_word(heap)
         word.fill_(drawing_word(credits))
         found = torch.full((2,), -1, dtype=torch.int64, device=DEVICE)
-        await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5)
+        await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5, KNOWN=known)
         assert word.tolist() == [drawing_word(-1)]
         assert found.tolist() == [0, 0], "neither slots nor a duty: there may be some to be drawn"
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("credits", [-slabs.MAX_DEBT.value, -1])
-def test_a_small_debt_is_left_alone(credits: int) -> None:
+def test_a_small_debt_is_left_alone(credits: int, known: bool) -> None:
     with Heap(32 * PAGE_BYTES) as heap:
         word = stripe_word(heap)
         word.fill_(drawing_word(credits))
         found = torch.full((2,), -1, dtype=torch.int64, device=DEVICE)
-        await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5)
+        await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5, KNOWN=known)
         assert word.tolist() == [drawing_word(credits)]
         assert found.tolist() == [0, 0]
 
 
-def test_the_debt_of_a_refill_is_left_alone() -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_the_debt_of_a_refill_is_left_alone(known: bool) -> None:
     """Of a stripe that somebody refills, the word is the refiller's to replace."""
     with Heap(32 * PAGE_BYTES) as heap:
         word = stripe_word(heap)
         word.fill_(slabs.REFILLING.value - slabs.MAX_DEBT.value - 5)
         found = torch.full((2,), -1, dtype=torch.int64, device=DEVICE)
-        await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5)
+        await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5, KNOWN=known)
         assert word.tolist() == [slabs.REFILLING.value - slabs.MAX_DEBT.value - 5]
         assert found.tolist() == [0, 0]
 

@@ -168,8 +168,8 @@ ALL = (
     Mutant(
         name="drawn_without_winning",
         file="detached.py",
-        old="won = lane_bits(mine & (seen == expected))",
-        new="won = lane_bits(mine)",
+        old="hit = mine & (seen == expected)",
+        new="hit = mine",
         breaks="a page is drawn although its word changed: its slots have two accounts",
         scenario="in_hand_slots",
     ),
@@ -345,9 +345,9 @@ ALL = (
     ),
     Mutant(
         name="filled_pages_unannounced",
-        file="detached.py",
-        old="announce = (lane * 0).to(tl.int64) + IN_HAND",
-        new="announce = (lane * 0).to(tl.int64)",
+        file="pages.py",
+        old="change = (lane * 0).to(tl.int64) + IN_HAND",
+        new="change = (lane * 0).to(tl.int64)",
         breaks="the count of what is in hand goes below zero",
         scenario="lanes_free_their_pages",
     ),
