@@ -30,8 +30,8 @@ OWNER_BITS = tl.constexpr(22)
 OWNER_MASK = tl.constexpr((1 << 22) - 1)
 CODES = tl.constexpr(1 << 9)
 CODE_MASK = tl.constexpr((1 << 9) - 1)
-# (No name that kernels/ uses for another value: Triton orders those by where modules lie in memory, so
-# the same kernel could have another key in its cache the next time.)
+# (No name that kernels/ uses for another value: Triton orders those by where modules lie in memory,
+# so the same kernel could have another key in its cache the next time.)
 PLACE_SHIFT = tl.constexpr(31)
 DEPTH = tl.constexpr(512)
 FAR = tl.constexpr(1 << 30)
