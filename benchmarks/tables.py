@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,12 +56,13 @@ def print_table(lines: list[Comparison], about: list[str]) -> None:
 def describe(rows: list[dict[str, str]], results: Results, lines: list[Comparison]) -> list[str]:
     """Where the numbers come from, and the count of what was reached."""
     first = rows[0]
+    rounds, _rows = Counter(row["rounds"] for row in rows).most_common(1)[0]
     known = [line for line in lines if not math.isnan(line.peer)]
     ahead = sum(line.ratio > 1 and not line.note for line in known)
     return [
         f"{first['gpu']}, driver {first['driver']}, CUDA {first['cuda']}, torch {first['torch']}, "
         f"Triton {first['triton']}, Python {first['python']}, commit {first['commit']}, "
-        f"{first['date'][:10]}. Medians of {first['rounds']} rounds.",
+        f"{first['date'][:10]}. Medians of {rounds} rounds.",
         f"Targets met: {sum(line.met for line in lines)} of {len(lines)}. Ahead of the best peer: "
         f"{ahead} of {len(known)}. Our empty kernel takes {show(results.empty)} ms; "
         f"{show(results.launch)} ms were added to our times for the launch that the peers' "

@@ -82,7 +82,7 @@ def begin_transit(heap):
     """:func:`enter_transit` without waiting for it. Before anything is taken, the caller is to see
     that it `has_begun` by what this returns. (One lane of a block acts: what an atomic on a scalar
     returns is waited for at once.)"""
-    lane = tl.arange(0, 32)
+    lane = tl.arange(0, 64)
     change = (lane * 0).to(tl.int64) + IN_HAND
     return tl.atomic_add(transit_ptr(heap) + lane * 0, change, mask=lane == 0, sem="relaxed")
 
@@ -90,7 +90,7 @@ def begin_transit(heap):
 @triton.jit
 def has_begun(announced):
     """True, once the announcement of :func:`begin_transit` has returned."""
-    lane = tl.arange(0, 32)
+    lane = tl.arange(0, 64)
     return tl.sum(((lane == 0) & (announced >= 0)).to(tl.int32), axis=0) > 0
 
 

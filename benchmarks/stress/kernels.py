@@ -30,9 +30,7 @@ OWNER_BITS = tl.constexpr(22)
 OWNER_MASK = tl.constexpr((1 << 22) - 1)
 CODES = tl.constexpr(1 << 9)
 CODE_MASK = tl.constexpr((1 << 9) - 1)
-# (No name that kernels/ uses for another value: Triton orders those by where modules lie in memory,
-# so the same kernel could have another key in its cache the next time.)
-PLACE_SHIFT = tl.constexpr(31)
+GRANULE_SHIFT = tl.constexpr(31)
 DEPTH = tl.constexpr(512)
 FAR = tl.constexpr(1 << 30)
 
@@ -73,14 +71,14 @@ def usable_bytes(nbytes):
 @triton.jit
 def pack_entry(heap, addr, code, owner):
     granule = (addr - load_base(heap)) >> 4
-    entry = (granule << PLACE_SHIFT) + (code << OWNER_BITS) + owner
+    entry = (granule << GRANULE_SHIFT) + (code << OWNER_BITS) + owner
     return tl.where(addr != 0, entry, 0)
 
 
 @triton.jit
 def unpack_entry(heap, entry):
     """``(addr, code, owner)``; address 0 for an empty box."""
-    addr = load_base(heap) + ((entry >> PLACE_SHIFT) << 4)
+    addr = load_base(heap) + ((entry >> GRANULE_SHIFT) << 4)
     code = (entry >> OWNER_BITS) & CODE_MASK
     owner = entry & OWNER_MASK
     return tl.where(entry != 0, addr, 0), code, owner
