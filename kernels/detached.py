@@ -255,7 +255,7 @@ def draw_from(heap, cls, chunk, words, free, need, salt):
         k = tl.where(better, step, k)
         fits = tl.where(better, pages, fits)
         most = popcount(fits) << k
-        again = (step == 0) & (leave > 0)
+        again = (step == 0) & (leave > 0) & (most < need)
         step = tl.where(again, floor_log2(tl.minimum(free_most, need)), step - 1)
         leave = tl.where(again, 0, leave)
     # As many pages as are needed, beginning anywhere, so that programs do not meet in the first.

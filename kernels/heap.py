@@ -151,7 +151,7 @@ def malloc_any(heap, nbytes, active):
                 # (Where everybody draws, nobody refills: somebody has to take that duty.)
                 whole = (count >= slots_of(size) * DRY_PAGES) & (is_drawing(word) == 0)
                 if whole == 0:
-                    word, duty = await_slots(heap, cls, count, word)
+                    word, duty = await_slots(heap, cls, count, word - count.to(tl.int64))
     if is_block(nbytes):
         if whole:
             word = open_whole(heap, cls, count)

@@ -121,8 +121,8 @@ def claim_tickets(live, word, rank, count, size, active):
 @triton.jit
 def another(word, granule, size):
     """Where to try next when the live bit of ``granule`` was set, of a slot of ``size`` bytes, and
-    its word is ``word``: another slot in that word, or else the next slot of the page, which is in
-    another word. Every lane was promised a slot of its page, so it will find one.
+    its word is ``word``: another slot in that word, or else the next slot of the page, which mostly
+    is in another word. Every lane was promised a slot of its page, so it will find one.
 
     Lanes that tried neighbouring bits of one word look for a clear one far apart, and programs
     begin at different ones.

@@ -455,7 +455,7 @@ def limit_debt(ptr, word):
 @triton.jit(noinline=True)
 def await_slots(heap, cls, need, now):
     """Wait at the program's stripe of class ``cls`` (int32 scalars), which was dry when we came by:
-    its word was ``now``. Returns (place, duty): a stripe word as a subtraction returned it, or 0;
+    its word is ``now``. Returns (place, duty): a stripe word as a subtraction returned it, or 0;
     and whether it is our duty to refill the stripe, as we took it below zero. Both 0: there may be
     slots to be drawn, or it takes too long."""
     ptr = own_stripe(heap, cls)
@@ -493,13 +493,13 @@ def take_duty(heap, cls):
 def find_slots(heap, cls, need, state):
     """Slots for ``need`` requests of class ``cls`` when there were no tickets (int32 scalars).
     ``state`` 1: our subtraction took the stripe below zero, so the refill is ours; -1: we have
-    waited for tickets, or tried to get whole pages, in vain; 0: neither. Returns (place, pages),
-    the first two of :func:`refill`.
+    waited for tickets, or tried to get whole pages, and want more; 0: neither. Returns (place,
+    pages), the first two of :func:`refill`.
 
-    First at the program's own stripe; then everywhere, until something is found or two passes
-    were quiet (nothing found, nothing put back, nothing in hand): then both are 0, the memory is
-    exhausted. Two, because a slot freed into an attached page behind our back is found by the
-    second.
+    First at the program's own stripe, if we have not waited there; then everywhere, until something
+    is found or two passes were quiet (nothing found, nothing put back, nothing in hand): then both
+    are 0, the memory is exhausted. Two, because a slot freed into an attached page behind our back
+    is found by the second.
     """
     place = tl.full((), 0, tl.int64)
     pages = tl.full((), 0, tl.int64)
@@ -534,9 +534,10 @@ def find_slots(heap, cls, need, state):
         elif everywhere & ((place | pages) == 0):
             # Announces nothing unless a page may be free: programs that find the heap exhausted
             # must leave each other in peace, or none would see the quiet pass that ends it.
-            index, _hints = first_hinted(heap, need * 0, need * 0)
-            if index != FAR:
-                place = open_whole(heap, cls, need)
+            if lacks_pages(heap, need * 0 + 1) == 0:
+                index, _hints = first_hinted(heap, need * 0, need * 0)
+                if index != FAR:
+                    place = open_whole(heap, cls, need)
             if place == 0:
                 gained = need * 0
                 mode = need * 0 + FLUSH_FREE

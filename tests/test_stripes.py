@@ -7,7 +7,6 @@ import triton.language as tl
 
 from devalloc import Heap
 from devalloc.kernels import layout, pages, slabs
-from devalloc.kernels.atomics import atomic_load
 from devalloc.sizes import PAGE_BYTES
 from tests.conftest import ON_GPU
 from tests.support import DEVICE, assert_whole_capacity, free_lanes, malloc_lanes
@@ -18,11 +17,11 @@ LEAST = -(1 << 31)  # credits
 
 @triton.jit
 def await_kernel(heap, found, CLS: tl.constexpr, NEED: tl.constexpr, KNOWN: tl.constexpr):
-    """Wait at a stripe whose word we know, or do not know but for its being dry."""
+    """Wait at a stripe from which we subtracted, or of which we know only that it is dry."""
     zero = tl.program_id(0) * 0
     word = tl.full((), slabs.REFILLING, tl.int64)
     if KNOWN:
-        word = atomic_load(slabs.own_stripe(heap, zero + CLS))
+        word = tl.atomic_add(slabs.own_stripe(heap, zero + CLS), -word * 0 - NEED) - NEED
     place, duty = slabs.await_slots(heap, zero + CLS, zero + NEED, word)
     tl.store(found, place)
     tl.store(found + 1, duty.to(tl.int64))
@@ -47,8 +46,10 @@ def stripe_word(heap: Heap) -> torch.Tensor:
     return heap.handle[index : index + 1]
 
 
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("credits", [LEAST, LEAST + 1, -slabs.MAX_DEBT.value - 1])
+@pytest.mark.parametrize(
+    ("credits", "known"),
+    [(LEAST, False), (LEAST + 1, False), *((-slabs.MAX_DEBT.value - 1, k) for k in (False, True))],
+)
 def test_a_large_debt_is_brought_back(credits: int, known: bool) -> None:
     """Everybody draws beside the stripe and subtracts from it first: it must not wrap."""
     with Heap(32 * PAGE_BYTES) as heap:
@@ -61,14 +62,14 @@ def test_a_large_debt_is_brought_back(credits: int, known: bool) -> None:
 
 
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("credits", [-slabs.MAX_DEBT.value, -1])
+@pytest.mark.parametrize("credits", [-slabs.MAX_DEBT.value + 5, -1])
 def test_a_small_debt_is_left_alone(credits: int, known: bool) -> None:
     with Heap(32 * PAGE_BYTES) as heap:
         word = stripe_word(heap)
         word.fill_(drawing_word(credits))
         found = torch.full((2,), -1, dtype=torch.int64, device=DEVICE)
         await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5, KNOWN=known)
-        assert word.tolist() == [drawing_word(credits)]
+        assert word.tolist() == [drawing_word(credits - 5 * known)]
         assert found.tolist() == [0, 0]
 
 
@@ -80,7 +81,7 @@ def test_the_debt_of_a_refill_is_left_alone(known: bool) -> None:
         word.fill_(slabs.REFILLING.value - slabs.MAX_DEBT.value - 5)
         found = torch.full((2,), -1, dtype=torch.int64, device=DEVICE)
         await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5, KNOWN=known)
-        assert word.tolist() == [slabs.REFILLING.value - slabs.MAX_DEBT.value - 5]
+        assert word.tolist() == [slabs.REFILLING.value - slabs.MAX_DEBT.value - 5 - 5 * known]
         assert found.tolist() == [0, 0]
 
 
@@ -94,6 +95,24 @@ def test_malloc_works_beside_a_large_debt(lanes: int) -> None:
         assert int(word.to(torch.int32)) > -slabs.MAX_DEBT.value
         heap.audit()
         free_lanes(heap, addrs, block=lanes)
+        assert_whole_capacity(heap)
+
+
+@pytest.mark.parametrize("lanes", [1, 64])
+def test_a_large_debt_is_brought_back_by_who_can_draw(lanes: int) -> None:
+    """Nobody fails to draw, so nobody takes the duty to refill: the debt would grow for ever."""
+    with Heap(32 * PAGE_BYTES) as heap:
+        had = malloc_lanes(heap, [64] * 1024, block=1024)
+        heap.trim()
+        free_lanes(heap, had[::4].clone())
+        word = stripe_word(heap)
+        word.fill_(drawing_word(-slabs.MAX_DEBT.value - 1))
+        addrs = malloc_lanes(heap, [64] * lanes, block=lanes)
+        assert set(addrs.tolist()) <= set(had[::4].tolist()), "drawn"
+        assert word.tolist() == [drawing_word(-1)]
+        heap.audit()
+        had[::4] = 0
+        free_lanes(heap, torch.cat([had, addrs]))
         assert_whole_capacity(heap)
 
 
