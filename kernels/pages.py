@@ -251,9 +251,9 @@ def choose_start(start, n, salt):
 def lacks_pages(heap, n):
     """1 if there are no ``n`` free pages (int32), wherever they are, or else 0.
 
-    One word, while to search rows of hints that all programs read is slow. A page that is free was
-    counted as such before: who gives subtracts first. (A search that looks at USED while that is
-    under way is not quiet.)
+    One word, while to search rows of hints that all programs read is slow. No page whose bit is
+    set is counted as used: who gives subtracts first, who takes adds last. (Relaxed, but a search
+    that looks at USED while a give is under way is not quiet.)
     """
     return (atomic_load(heap + USED) + n > load_geometry(heap, G_PAGES)).to(tl.int32)
 

@@ -61,8 +61,10 @@ def test_a_large_debt_is_brought_back(credits: int, known: bool) -> None:
         assert found.tolist() == [0, 0], "neither slots nor a duty: there may be some to be drawn"
 
 
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("credits", [-slabs.MAX_DEBT.value + 5, -1])
+@pytest.mark.parametrize(
+    ("credits", "known"),
+    [(-slabs.MAX_DEBT.value, False), (-slabs.MAX_DEBT.value + 5, True), (-1, False), (-1, True)],
+)
 def test_a_small_debt_is_left_alone(credits: int, known: bool) -> None:
     with Heap(32 * PAGE_BYTES) as heap:
         word = stripe_word(heap)

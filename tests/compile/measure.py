@@ -8,6 +8,7 @@ in a process that interprets kernels, as the tests' own does on a machine withou
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import subprocess
@@ -43,14 +44,23 @@ def measure_all(workers: int | None = None) -> Measured:
     return dict(sorted(merged.items()))
 
 
-def compile_seconds() -> dict[str, float]:
+def compile_seconds(bound: float = math.inf) -> dict[str, float]:
     """Return what it takes to compile a malloc with a free, of a number and of a block.
 
-    In CPU seconds of a core that compiles `tests.compile.reference` in `REFERENCE_SECONDS`.
+    In CPU seconds of a core that compiles `tests.compile.reference` in `REFERENCE_SECONDS`. What
+    else runs on the machine adds to the times of all kernels, the reference too. So while one is
+    over `bound` all are measured again, up to three times, and each counts by its least.
     """
-    with tempfile.TemporaryDirectory() as cache:
-        child = start_child("seconds", TRITON_CACHE_DIR=cache, TRITON_ALWAYS_COMPILE="1")
-        return in_reference_seconds(finish_child(child))
+    least: dict[str, float] = {}
+    for _ in range(4):
+        with tempfile.TemporaryDirectory() as cache:
+            child = start_child("seconds", TRITON_CACHE_DIR=cache, TRITON_ALWAYS_COMPILE="1")
+            found = finish_child(child)
+        least = {name: min(taken, least.get(name, taken)) for name, taken in found.items()}
+        seconds = in_reference_seconds(least)
+        if max(seconds.values()) <= bound:
+            break
+    return seconds
 
 
 def in_reference_seconds(seconds: dict[str, float]) -> dict[str, float]:
