@@ -160,7 +160,14 @@ def malloc_any(heap, nbytes, active):
     page, granule, taken = claim_tickets(live, word, rank, count, size, got)
     addr = tl.where(got, address_of(base, page, granule), 0)
     rest = active & (got == 0) & (nbytes != 0)
-    if any_lane(rest | (taken != 0)) | half:
+    unserved = any_lane(rest | (taken != 0))
+    if is_block(rest):
+        # (From here, not by way of the code below, which few have fetched.)
+        if half:
+            prefetch(heap, cls)
+    else:
+        unserved = unserved | half
+    if unserved:
         if is_block(rest):
             lost = got & heard(page, granule, taken)
             crossed = same & (got == 0) & (duty != 0)
@@ -168,9 +175,7 @@ def malloc_any(heap, nbytes, active):
             # (Who wants one class has waited, or found that there are no whole pages.)
             polls = tl.where(alone, 0, count * 0 + POLLS)
             promised = tl.where(lost, addr, 0)
-            more = malloc_rest(
-                heap, nbytes, classes, rest, promised, tries, crossed, same & half, polls
-            )
+            more = malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls)
             addr = tl.where(rest | lost, more, addr)
         else:
             addr = malloc_rest_scalar(heap, nbytes, addr, word, (taken != 0).to(tl.int32))
@@ -205,14 +210,14 @@ def malloc_rest_scalar(heap, nbytes, addr, word, lost):
 
 
 @triton.jit
-def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, halves, polls):
+def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
     """Serve the lanes in ``rest``, which got no ticket: those of a block of several classes, who
     are to try (``tries``), those that came to a dry stripe, and large and impossible sizes. Serve
     also those that were ``promised`` a slot (an address, or 0) that somebody else has now. Returns
-    the addresses in all these lanes. The ``crossed`` lanes' stripes are ours to refill; those of
-    ``halves`` are half used; ``polls`` is how often to look at the others before a search, 0 if
-    that was done."""
+    the addresses in all these lanes. The ``crossed`` lanes' stripes are ours to refill; ``polls``
+    is how often to look at the others before a search, 0 if that was done."""
     patience = polls
+    halves = rest & (rest == 0)
     pending = rest & (nbytes > 0) & (nbytes <= MAX_SLOT)
     sizes = class_bytes(classes)
     stripes = own_stripe(heap, classes)

@@ -16,7 +16,8 @@ by a free that will subtract it. Slots are promised in three ways:
 Shared words and their writers
     *Stripe word* (class, stripe): malloc subtracts credits; a refill or a flush exchanges it; who
     makes a refill its duty (take_duty) compares and swaps it.
-    *Spare* (class, stripe): prefetch, refill and flush exchange it.
+    *Spare* (class, stripe): prefetch, refill and flush exchange it. It is a batch with all its
+    credits, or one that is used up and rests: it has none, and its pages are attached.
     *Page word*: free subtracts; open, renew and detach change the state, and draw, settle,
     unpublish and retire_filled in ``detached``.
     *HELD*: how many pages are in batches; says only how long the next may be.
@@ -50,7 +51,7 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
-from .bits import lowest_bit
+from .bits import floor_log2, lowest_bit
 from .detached import draw, is_idle, settle
 from .lanes import lane_bits, or_lanes, pick
 from .layout import (
@@ -68,6 +69,7 @@ from .layout import (
     SPARE,
     STRIPES,
     USED,
+    class_bytes,
     class_slots,
     hint_ptr,
     load_geometry,
@@ -104,7 +106,8 @@ WAITS = tl.constexpr(4)
 WHOLE_PAGES = tl.constexpr(2)  # who can fill so many pages at once gets pages of its own
 DRY_PAGES = tl.constexpr(1)  # or so many, if the stripe is dry
 SPARED = tl.constexpr(4)  # pages of a batch that gets a spare when half of it is used
-FIRST_LOG2 = tl.constexpr(2)  # the first batch of a stripe is so much shorter than the next
+FIRST_LOG2 = tl.constexpr(2)  # the first batch of a stripe is so much shorter than the longest,
+FIRST_SIZE_LOG2 = tl.constexpr(7)  # and for slots of 2**k bytes has 2**(k - 7) pages, or SPARED
 MAX_DEBT = tl.constexpr(1 << 30)
 REFILLING = tl.constexpr(-1)  # stripe word without a batch and below zero: somebody refills
 # The same, with a page: nobody refills, because there are slots to be drawn.
@@ -156,12 +159,12 @@ def detach(heap, cls, word):
 
 
 @triton.jit(noinline=True)
-def renew(heap, cls, old):
+def renew(heap, cls, old, least):
     """Make the pages at the front of a dry batch that are free again into a new batch.
 
-    ``old`` is a stripe word that only the caller has. Returns a stripe word for the first k of
-    its pages, or 0 (k = 0) if less than half would do. Tickets go through a batch from the front,
-    so under churn all but its last pages are free again when it runs dry.
+    ``old`` is a stripe word that only the caller has; it is in transit. Returns a stripe word for
+    the first k of its pages, or 0 (k = 0) if those are fewer than ``least``. Tickets go through a
+    batch from the front, so that is where pages are free first.
     """
     lane = tl.arange(0, 64)
     page, batch = stripe_place(old)
@@ -170,7 +173,7 @@ def renew(heap, cls, old):
     words = atomic_load(ptr, lane < batch)
     front = lowest_bit(lane_bits((lane < batch) & (page_out(words) == 0)) ^ -1)
     result = tl.full((), 0, tl.int64)
-    if (front * 2 >= batch) & (front > 0):
+    if (front >= least) & (front > 0):
         # Nothing is out, so nobody else changes these words.
         tl.atomic_add(ptr, slots.to(tl.int64) + words * 0, mask=lane < front, sem="relaxed")
         tl.atomic_add(heap + GRANTED + cls, (front * slots).to(tl.int64), sem="relaxed")
@@ -219,14 +222,14 @@ def open_pages(heap, cls, batch, used, state, takers):
 @triton.jit
 def announce(heap, cls):
     """Enter transit, without a fence, and look at what decides about a batch for the program's
-    stripe of class ``cls``, all by one instruction. Returns the stripe word, its spare, and how
-    many pages a batch may have now (int32); 0 when more than half of the heap's pages are taken:
-    time to pack rather than to spread.
+    stripe of class ``cls``, all by one instruction. Returns the stripe word, its spare, how many
+    pages a batch may have now (int32), and whether there is plenty (1 or 0). 0 pages, when more
+    than half of what stripes do not hold is taken: time to pack rather than to spread.
 
-    While stripes hold less than an eighth of the heap, batches are as long as may be; with every
-    sixteenth more, half as long. (With all classes in use, long ones would hoard most of it.) When
-    more than three eighths are taken they are short, or what a search has made others give back
-    would be hoarded again at once.
+    While stripes hold less than three eighths of the heap, batches are as long as may be; with
+    every sixteenth more, half as long. (With all classes in use, long ones would hoard most of it.)
+    When more than five eighths of the pages are taken they are short, or what a search has made
+    others give back would be hoarded again at once. There is plenty until stripes hold an eighth.
     """
     stripe = own_stripe(heap, cls)
     # (Not a list of five words: blocks have lengths that are powers of two.)
@@ -240,14 +243,36 @@ def announce(heap, cls):
     seen = tl.atomic_add(ptr, change, mask=what < 5, sem="relaxed")
     pages = load_geometry(heap, G_PAGES)
     longest = load_geometry(heap, G_MAX_BATCH).to(tl.int32)
-    limit = longest
-    for sixteenths in tl.static_range(2, 6):
-        limit = tl.where(pick(seen, 2) << 4 >= pages * sixteenths, limit >> 1, limit)
     used = pick(seen, 1)
+    held = pick(seen, 2)
+    limit = longest
+    for sixteenths in tl.static_range(6, 10):
+        limit = tl.where(held << 4 >= pages * sixteenths, limit >> 1, limit)
     short = tl.minimum(longest, SPARED)
-    limit = tl.where(used * 8 > pages * 3, short, tl.maximum(limit, short))
-    limit = tl.where(used * 2 > pages, 0, limit)
-    return pick(seen, 3), pick(seen, 4), limit
+    limit = tl.where(used * 8 > pages * 5, short, tl.maximum(limit, short))
+    limit = tl.where((used - held) * 2 > pages - held, 0, limit)
+    plenty = (held << 3 < pages).to(tl.int32)
+    return pick(seen, 3), pick(seen, 4), limit, plenty
+
+
+@triton.jit
+def is_drawing(word):
+    """Whether the stripe word is DRAWING, or was before requests subtracted from it."""
+    page, batch = stripe_place(word)
+    return (stripe_credits(word) < 0) & (batch == 0) & (page > 0)
+
+
+@triton.jit
+def next_length(cls, old, limit, plenty):
+    """How long the batch (int32) is to be that follows the one in stripe word ``old``: twice as
+    long, or four times while there is plenty, but not above ``limit``; and a power of two, for
+    hints tell of such runs. The first is short, so that little used classes stay small."""
+    _page, batch = stripe_place(old)
+    log2 = floor_log2(tl.maximum(batch, 1)) + 1 + plenty
+    some = tl.maximum(1 << floor_log2(class_bytes(cls)) >> FIRST_SIZE_LOG2, SPARED)
+    first = tl.maximum(tl.minimum(limit >> FIRST_LOG2, some), tl.minimum(limit, 1))
+    first = tl.where(is_drawing(old), limit, first)
+    return tl.where(batch > 0, tl.minimum(limit, (batch & 0) + 1 << log2), first)
 
 
 @triton.jit
@@ -328,13 +353,6 @@ def flush(heap, index, end, mode):
     return dissolved
 
 
-@triton.jit
-def is_drawing(word):
-    """Whether the stripe word is DRAWING, or was before requests subtracted from it."""
-    page, batch = stripe_place(word)
-    return (stripe_credits(word) < 0) & (batch == 0) & (page > 0)
-
-
 @triton.jit(noinline=True)
 def install(heap, cls, word, place):
     """Make ``word`` the word of the program's stripe of class ``cls`` (``place`` 0) or its spare
@@ -348,82 +366,96 @@ def install(heap, cls, word, place):
 @triton.jit(noinline=True)
 def refill(heap, cls, need):
     """Give the program's stripe of class ``cls``, which is dry, a batch and keep up to ``need``
-    slots of it for the caller (int32 scalars). Returns (place, pages, grows): a stripe word of
-    whose credits the caller owns the first min(need, credits) and 0, or a draw, or 0 and 0; and
-    whether the stripe should get a spare (which the caller sees to: values that live across calls
-    add up along them).
+    slots of it for the caller (int32 scalars). Returns (place, pages): a stripe word of whose
+    credits the caller owns the first min(need, credits) and 0, or a draw, or 0 and 0.
 
-    The stripe is taken away from everybody first: its batch is then ours alone to renew or to
-    detach, and others that come by see it below zero. If many slots lie about in detached pages,
-    these are used before fresh pages are opened: then the stripe stays without a batch, and
-    everybody draws until somebody finds nothing.
+    Unless a spare is ready, the stripe is taken away from everybody first: its batches are then
+    ours alone to renew or to detach, and others that come by see it below zero. If many slots lie
+    about in detached pages, these are used before fresh pages are opened: then the stripe stays
+    without a batch, and everybody draws until somebody finds nothing. The batch that is used up
+    rests: who frees and allocates again finds it free when the next one is used up.
     """
     ptr = own_stripe(heap, cls)
-    grows = need * 0
-    _word, _spare, limit = announce(heap, cls)
+    pages = tl.full((), 0, tl.int64)
+    _word, _spare, limit, plenty = announce(heap, cls)
     # Announced before anything is taken.
     fence(ptr)
-    filling = limit == 0
-    # A short batch that is renewed and renewed never grows: it is replaced by a longer one.
-    least_renewed = tl.maximum(tl.minimum(limit, SPARED), 1)
-    pages = tl.full((), 0, tl.int64)
-    place = tl.atomic_xchg(ptr + SPARE, pages, sem="acquire")
-    renewed = pages
+    spare = tl.atomic_xchg(ptr + SPARE, pages, sem="acquire")
+    place = tl.where(stripe_credits(spare) > 0, spare, 0)
     if place != 0:
         fence(ptr)
-        rest = place - tl.minimum(stripe_credits(place), need).to(tl.int64)
-        old = tl.atomic_xchg(ptr, rest, sem="acquire")
-        page, batch = stripe_place(old)
-        if (stripe_credits(old) <= 0) & (batch >= least_renewed):
-            renewed = renew(heap, cls, old)
-        if renewed != 0:
-            install(heap, cls, renewed, need * 0 + SPARE)
-    else:
-        old = tl.atomic_xchg(ptr, tl.full((), REFILLING, tl.int64), sem="acquire")
-        page, batch = stripe_place(old)
-        place = old
-        if stripe_credits(old) <= 0:
-            place = place & 0
+    mine = tl.minimum(tl.maximum(stripe_credits(place), 0), need)
+    rest = tl.where(place != 0, place - mine.to(tl.int64), REFILLING)
+    old = tl.atomic_xchg(ptr, rest, sem="acquire")
+    # A short batch that is renewed and renewed never grows: it is replaced by a longer one, or put
+    # beside another.
+    least_renewed = tl.where(spare != 0, tl.minimum(limit, SPARED), SPARED)
+    least_renewed = tl.where(limit == 0, 1, least_renewed)
+    length = next_length(cls, old, limit, plenty)
+    aside = old
+    if place == 0:
+        if stripe_credits(old) > 0:
+            # (Credits that were found by others, and are kept.)
+            place = old
+            aside = spare
+        else:
+            # What was used up longest ago: the one that rests, if there is one.
+            rested = tl.where(spare != 0, spare, old)
+            page, batch = stripe_place(rested)
             if batch >= least_renewed:
-                place = renew(heap, cls, old)
-                # (Where there is no longer one, it gets a spare.)
-                grows = ((place != 0) & (batch < SPARED)).to(tl.int32)
-            if (place == 0) & (need > 0) & (filling | (batch >= least_renewed)):
+                # (Where not all of it is free, a longer one is better, if there may be one.)
+                least = tl.where(limit >= batch, batch, batch + 1 >> 1)
+                place = renew(heap, cls, rested, least)
+            # What is not renewed of it is dissolved, unless it is the old one, which may rest now.
+            _page, kept = stripe_place(place)
+            aside = tl.where((place != 0) & (spare == 0), 0, old)
+            lost = pack_stripe(page + kept, batch - kept, kept * 0)
+            detach(heap, cls, tl.where((place == 0) & (spare == 0), 0, lost))
+            if (place == 0) & (need > 0) & ((length == 0) | (batch >= least_renewed)):
                 # A busy stripe does not care for a few slots while there is plenty.
-                least = tl.where(filling, 1, tl.maximum(class_slots(cls) * batch >> 3, 1))
-                place, pages = draw(heap, cls, need, need * 0 + 2, least)
+                some = tl.maximum(class_slots(cls) * batch >> 3, 1)
+                some = tl.where(length == 0, 1, some)
+                place, pages = draw(heap, cls, need, need * 0 + 2, some)
             if (place | pages) == 0:
-                # The first batch of a stripe is short: little used classes stay small.
-                again = (batch > 0) | is_drawing(old)
-                length = tl.where(again, limit, limit >> FIRST_LOG2)
                 place = open_batch(heap, cls, tl.maximum(length, 1))
-        renewed = place
         mine = tl.minimum(tl.maximum(stripe_credits(place), 0), need)
         rest = tl.where(pages != 0, DRAWING, place - mine.to(tl.int64))
         install(heap, cls, rest, need * 0)
-    # Of the old batch, what was not renewed. (Credits it has were found by us, and kept.)
-    first, kept = stripe_place(renewed)
-    kept = tl.where((pages == 0) & (first == page), tl.minimum(kept, batch), 0)
-    lost = tl.where(kept == 0, tl.maximum(stripe_credits(old), 0), 0)
-    detach(heap, cls, pack_stripe(page + kept, batch - kept, lost))
+    _page, batch = stripe_place(aside)
+    if (pages != 0) | (length == 0):
+        detach(heap, cls, aside)
+    elif batch > 0:
+        credits = stripe_credits(aside)
+        install(heap, cls, aside - tl.minimum(credits, 0).to(tl.int64), need * 0 + SPARE)
     # (`install` looked at what its exchange returned.)
     end_transit(heap, need * 0 + 1)
-    return place, pages, grows
+    return place, pages
 
 
 @triton.jit(noinline=True)
 def prefetch(heap, cls):
     """Have a spare batch ready for the program's stripe of class ``cls`` (int32 scalar), whose
-    batch is half used, or was renewed; returns 0."""
-    word, spare, limit = announce(heap, cls)
+    batch is half used; returns 0. The one that rests, if all of it is free again. If only its
+    front is, it is left alone: it will be free when it is needed. Or else a new one."""
+    ptr = own_stripe(heap, cls) + SPARE
+    word, spare, limit, plenty = announce(heap, cls)
     _page, batch = stripe_place(word)
-    opened = tl.full((), 0, tl.int64)
-    if (spare == 0) & (batch > 0) & (limit > 0):
-        # (Announced before anything is taken: by what the announcement returned.)
-        opened = open_batch(heap, cls, limit)
-        if opened != 0:
-            install(heap, cls, opened, cls * 0 + SPARE)
-    end_transit(heap, (opened != 0).to(tl.int32))
+    first, rested = stripe_place(spare)
+    # (Announced before anything is taken: by what the announcement returned.)
+    ready = tl.full((), 0, tl.int64)
+    if (batch > 0) & (stripe_credits(spare) <= 0):
+        at = page_word_ptr(heap, tl.where(rested > 0, first, 0))
+        if (rested > 0) & (page_out(atomic_load(at)) == 0):
+            ready = tl.atomic_xchg(ptr, ready, sem="acquire")
+            if stripe_credits(ready) <= 0:
+                _page, rested = stripe_place(ready)
+                renewed = renew(heap, cls, ready, rested)
+                ready = tl.where(renewed != 0, renewed, ready)
+        elif limit > 0:
+            ready = open_batch(heap, cls, next_length(cls, word, limit, plenty))
+        if ready != 0:
+            install(heap, cls, ready, cls * 0 + SPARE)
+    end_transit(heap, (ready != 0).to(tl.int32))
     return cls * 0
 
 
@@ -524,13 +556,11 @@ def find_slots(heap, cls, need, state):
                 duty = take_duty(heap, cls)
         if duty != 0:
             # Tickets that we have already are enough for us.
-            found, drawn, grows = refill(heap, cls, tl.where(place == 0, need, 0))
+            found, drawn = refill(heap, cls, tl.where(place == 0, need, 0))
             place = tl.where(place == 0, found, place)
             pages = drawn
             duty = need * 0
             waits = need * 0
-            if grows != 0:
-                prefetch(heap, cls)
         elif everywhere & ((place | pages) == 0):
             # Announces nothing unless a page may be free: programs that find the heap exhausted
             # must leave each other in peace, or none would see the quiet pass that ends it.

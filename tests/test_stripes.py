@@ -29,11 +29,12 @@ def await_kernel(heap, found, CLS: tl.constexpr, NEED: tl.constexpr, KNOWN: tl.c
 
 @triton.jit
 def announce_kernel(heap, found, CLS: tl.constexpr):
-    word, spare, limit = slabs.announce(heap, tl.program_id(0) * 0 + CLS)
+    word, spare, limit, plenty = slabs.announce(heap, tl.program_id(0) * 0 + CLS)
     pages.end_transit(heap, limit * 0)
     tl.store(found, word)
     tl.store(found + 1, spare)
     tl.store(found + 2, limit.to(tl.int64))
+    tl.store(found + 3, plenty.to(tl.int64))
 
 
 def drawing_word(credits: int) -> int:
@@ -119,31 +120,37 @@ def test_a_large_debt_is_brought_back_by_who_can_draw(lanes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("used", "held", "limit"),
+    ("used", "held", "limit", "plenty"),
     [
-        (0, 0, 64),
-        (8191, 8191, 64),
-        (8192, 8192, 32),
-        (12288, 12288, 16),
-        (16384, 16384, 8),
-        (20480, 20480, 4),
-        (24576, 24576, 4),
-        (24577, 0, 4),
-        (32768, 0, 4),
-        (32769, 0, 0),
-        (65536, 20480, 0),
+        (0, 0, 64, 1),
+        (8191, 8191, 64, 1),
+        (8192, 8192, 64, 0),
+        (24575, 24575, 64, 0),
+        (24576, 24576, 32, 0),
+        (28672, 28672, 16, 0),
+        (32768, 32768, 8, 0),
+        (36864, 36864, 4, 0),
+        (40960, 36864, 4, 0),
+        (40960, 24575, 64, 0),
+        (40961, 24575, 4, 0),
+        (32768, 0, 64, 1),
+        (32769, 0, 0, 1),
+        (49152, 32768, 4, 0),
+        (49153, 32768, 0, 0),
     ],
 )
-def test_batches_are_short_when_much_is_held_or_taken(used: int, held: int, limit: int) -> None:
+def test_batches_are_short_when_much_is_held_or_taken(
+    used: int, held: int, limit: int, plenty: int
+) -> None:
     with Heap(65536 * PAGE_BYTES) as heap:
         stripe = layout.STRIPES.value + CLASS * 64 * layout.STRIPE_STRIDE.value
         heap.handle[layout.USED.value] = used
         heap.handle[layout.HELD.value] = held
         heap.handle[stripe] = 12
         heap.handle[stripe + layout.SPARE.value] = 34
-        found = torch.full((3,), -1, dtype=torch.int64, device=DEVICE)
+        found = torch.full((4,), -1, dtype=torch.int64, device=DEVICE)
         announce_kernel[(1,)](heap.handle, found, CLS=CLASS)
-        assert found.tolist() == [12, 34, limit]
+        assert found.tolist() == [12, 34, limit, plenty]
         assert heap.handle[layout.USED.value] == used, "only looked at"
         assert heap.handle[layout.HELD.value] == held
         heap.reset()
@@ -151,10 +158,10 @@ def test_batches_are_short_when_much_is_held_or_taken(used: int, held: int, limi
 
 def test_in_a_small_heap_batches_are_single_pages_until_it_fills() -> None:
     with Heap(32 * PAGE_BYTES) as heap:
-        found = torch.full((3,), -1, dtype=torch.int64, device=DEVICE)
+        found = torch.full((4,), -1, dtype=torch.int64, device=DEVICE)
         announce_kernel[(1,)](heap.handle, found, CLS=CLASS)
-        assert found.tolist() == [0, 0, heap._geometry.max_batch]
+        assert found.tolist() == [0, 0, heap._geometry.max_batch, 1]
         heap.handle[layout.USED.value] = 17
         announce_kernel[(1,)](heap.handle, found, CLS=CLASS)
-        assert found.tolist() == [0, 0, 0]
+        assert found.tolist() == [0, 0, 0, 1]
         heap.reset()

@@ -312,6 +312,22 @@ ALL = (
         scenario="two_refillers",
     ),
     Mutant(
+        name="resting_batch_lost",
+        file="slabs.py",
+        old="    elif batch > 0:\n        credits = stripe_credits(aside)",
+        new="    elif batch < 0:\n        credits = stripe_credits(aside)",
+        breaks="a batch that is used up is in no stripe and attached",
+        scenario="batch_runs_dry",
+    ),
+    Mutant(
+        name="credit_rests",
+        file="slabs.py",
+        old="aside - tl.minimum(credits, 0).to(tl.int64), need * 0 + SPARE)",
+        new="aside - tl.minimum(credits, 0).to(tl.int64) + 1, need * 0 + SPARE)",
+        breaks="a batch that is used up has a credit: its last slot is handed out twice",
+        scenario="batch_runs_dry",
+    ),
+    Mutant(
         name="renewed_while_in_use",
         file="slabs.py",
         old="front = lowest_bit(lane_bits((lane < batch) & (page_out(words) == 0)) ^ -1)",

@@ -353,16 +353,16 @@ ALL = (
         ),
         plan=mostly(20),
     ),
-    # Program 2 sees an idle batch; 0 refills the stripe and is about to install what it renewed; 2
+    # Program 2 sees an idle batch; 0 refills the stripe and is about to install what it opened; 2
     # exchanges what it takes for the batch; so 1 finds the stripe without a refiller and installs
     # a batch as well.
     Scenario(
         "two_refillers",
-        pages=2,
+        pages=3,
         script=(
             (malloc(0, HALF), malloc(1, HALF), free(0), free(1), malloc(2, HALF)),
             (malloc(3, HALF),),
-            (malloc(4, 2 * PAGE),),
+            (malloc(4, 3 * PAGE),),
         ),
         plan=directed(
             Turn(0, "run_script", 10),
