@@ -293,9 +293,9 @@ def draw_from(heap, cls, chunk, words, free, need, salt):
 
 
 @triton.jit(noinline=True)
-def draw(heap, cls, need, looks, least):
-    """Draw up to ``need`` slots of class ``cls`` from detached pages of a chunk that has at least
-    ``least`` (all int32). Returns (place, pages).
+def draw(heap, cls, need, looks):
+    """Draw up to ``need`` slots of class ``cls`` from detached pages of a chunk (all int32).
+    Returns (place, pages).
 
     ``pages`` is a word of bits; place is a stripe word without a batch: its page is the first of
     the chunk that the bits count from, and in each page set the caller has 2**credits slots.
@@ -324,7 +324,7 @@ def draw(heap, cls, need, looks, least):
             chunk = index * 64 + hinted_chunk(hints, width, salt)
             states = atomic_load(page_word_ptr(heap, chunk * 64 + lane))
             free = free_slots(states, cls, slots)
-            if tl.sum(free, axis=0) >= least:
+            if tl.sum(free, axis=0) > 0:
                 k, pages = draw_from(heap, cls, chunk, states, free, need, salt)
                 place = tl.where(pages != 0, pack_stripe(chunk * 64, k * 0, k), 0)
             elif looks == 0:

@@ -16,11 +16,12 @@ by a free that will subtract it. Slots are promised in three ways:
 Shared words and their writers
     *Stripe word* (class, stripe): malloc subtracts credits; a refill or a flush exchanges it; who
     makes a refill its duty (take_duty) compares and swaps it.
-    *Spare* (class, stripe): prefetch, refill and flush exchange it. It is a batch with all its
-    credits, or one that is used up and rests: it has none, and its pages are attached.
+    *Spare* (class, stripe): prefetch, refill and flush exchange it, refill compares and swaps it.
+    It is ready, with all its credits (or those that two refills at once left of them), or it is
+    used up and rests: then it has none. Its pages are attached in both cases.
     *Page word*: free subtracts; open, renew and detach change the state, and draw, settle,
     unpublish and retire_filled in ``detached``.
-    *HELD*: how many pages are in batches; says only how long the next may be.
+    *HELD*: how many pages are in batches; says only how much memory is spread, never whose it is.
     *Class hint*: row ORDERS + class, a bit per chunk. PUBLISHED in a page word promises it.
 Linearisation
     malloc: the subtraction that returned enough credits, or the compare-and-swap of a draw, or
@@ -36,7 +37,7 @@ Order
     class, which acquire, and exchanges and takes by one lane. Free fences before it clears the
     live bit, so the payload happens before that and before the subtraction. From there to the
     next owner the order passes through the bit (draw: the claim reads what the free cleared, and
-    malloc fences behind it), or through subtraction -> fence of a refill or a retirement ->
+    malloc fences behind it), or through subtraction -> fence of a refill, prefetch or retirement ->
     stripe word or page bits -> ticket, which acquires, or malloc fences behind its claims.
 Reuse (ABA)
     Compare-and-swaps of page words compare the whole state; an equal state is an equal right,
@@ -162,9 +163,9 @@ def detach(heap, cls, word):
 def renew(heap, cls, old, least):
     """Make the pages at the front of a dry batch that are free again into a new batch.
 
-    ``old`` is a stripe word that only the caller has; it is in transit. Returns a stripe word for
-    the first k of its pages, or 0 (k = 0) if those are fewer than ``least``. Tickets go through a
-    batch from the front, so that is where pages are free first.
+    ``old`` is a stripe word that only the caller has, who is in transit. Returns a stripe word for
+    the first k of its pages; or 0, and nothing has changed, if k is below ``least``. Tickets go
+    through a batch from the front, so that is where pages are free first.
     """
     lane = tl.arange(0, 64)
     page, batch = stripe_place(old)
@@ -224,7 +225,7 @@ def announce(heap, cls):
     """Enter transit, without a fence, and look at what decides about a batch for the program's
     stripe of class ``cls``, all by one instruction. Returns the stripe word, its spare, how many
     pages a batch may have now (int32), and whether there is plenty (1 or 0). 0 pages, when more
-    than half of what stripes do not hold is taken: time to pack rather than to spread.
+    than half of what stripes do not hold is taken, or all: time to pack rather than to spread.
 
     While stripes hold less than three eighths of the heap, batches are as long as may be; with
     every sixteenth more, half as long. (With all classes in use, long ones would hoard most of it.)
@@ -250,16 +251,10 @@ def announce(heap, cls):
         limit = tl.where(held << 4 >= pages * sixteenths, limit >> 1, limit)
     short = tl.minimum(longest, SPARED)
     limit = tl.where(used * 8 > pages * 5, short, tl.maximum(limit, short))
-    limit = tl.where((used - held) * 2 > pages - held, 0, limit)
+    packs = ((used - held) * 2 > pages - held) | (used + short > pages)
+    limit = tl.where(packs, 0, limit)
     plenty = (held << 3 < pages).to(tl.int32)
     return pick(seen, 3), pick(seen, 4), limit, plenty
-
-
-@triton.jit
-def is_drawing(word):
-    """Whether the stripe word is DRAWING, or was before requests subtracted from it."""
-    page, batch = stripe_place(word)
-    return (stripe_credits(word) < 0) & (batch == 0) & (page > 0)
 
 
 @triton.jit
@@ -271,7 +266,6 @@ def next_length(cls, old, limit, plenty):
     log2 = floor_log2(tl.maximum(batch, 1)) + 1 + plenty
     some = tl.maximum(1 << floor_log2(class_bytes(cls)) >> FIRST_SIZE_LOG2, SPARED)
     first = tl.maximum(tl.minimum(limit >> FIRST_LOG2, some), tl.minimum(limit, 1))
-    first = tl.where(is_drawing(old), limit, first)
     return tl.where(batch > 0, tl.minimum(limit, (batch & 0) + 1 << log2), first)
 
 
@@ -353,6 +347,13 @@ def flush(heap, index, end, mode):
     return dissolved
 
 
+@triton.jit
+def is_drawing(word):
+    """Whether the stripe word is DRAWING, or was before requests subtracted from it."""
+    page, batch = stripe_place(word)
+    return (stripe_credits(word) < 0) & (batch == 0) & (page > 0)
+
+
 @triton.jit(noinline=True)
 def install(heap, cls, word, place):
     """Make ``word`` the word of the program's stripe of class ``cls`` (``place`` 0) or its spare
@@ -370,10 +371,10 @@ def refill(heap, cls, need):
     credits the caller owns the first min(need, credits) and 0, or a draw, or 0 and 0.
 
     Unless a spare is ready, the stripe is taken away from everybody first: its batches are then
-    ours alone to renew or to detach, and others that come by see it below zero. If many slots lie
-    about in detached pages, these are used before fresh pages are opened: then the stripe stays
-    without a batch, and everybody draws until somebody finds nothing. The batch that is used up
-    rests: who frees and allocates again finds it free when the next one is used up.
+    ours alone to renew or to detach, and others that come by see it below zero. If the heap fills,
+    slots of detached pages are used before fresh pages are opened: then the stripe stays without a
+    batch, and everybody draws until somebody finds nothing. If not, the batch that is used up
+    rests: if all of it is free again when the next one is used up, it is renewed.
     """
     ptr = own_stripe(heap, cls)
     pages = tl.full((), 0, tl.int64)
@@ -411,23 +412,21 @@ def refill(heap, cls, need):
             aside = tl.where((place != 0) & (spare == 0), 0, old)
             lost = pack_stripe(page + kept, batch - kept, kept * 0)
             detach(heap, cls, tl.where((place == 0) & (spare == 0), 0, lost))
-            if (place == 0) & (need > 0) & ((length == 0) | (batch >= least_renewed)):
-                # A busy stripe does not care for a few slots while there is plenty.
-                some = tl.maximum(class_slots(cls) * batch >> 3, 1)
-                some = tl.where(length == 0, 1, some)
-                place, pages = draw(heap, cls, need, need * 0 + 2, some)
+            if (place == 0) & (need > 0) & (length == 0):
+                place, pages = draw(heap, cls, need, need * 0 + 2)
             if (place | pages) == 0:
                 place = open_batch(heap, cls, tl.maximum(length, 1))
         mine = tl.minimum(tl.maximum(stripe_credits(place), 0), need)
         rest = tl.where(pages != 0, DRAWING, place - mine.to(tl.int64))
         install(heap, cls, rest, need * 0)
     _page, batch = stripe_place(aside)
-    if (pages != 0) | (length == 0):
-        detach(heap, cls, aside)
-    elif batch > 0:
-        credits = stripe_credits(aside)
-        install(heap, cls, aside - tl.minimum(credits, 0).to(tl.int64), need * 0 + SPARE)
-    # (`install` looked at what its exchange returned.)
+    if (pages == 0) & (length > 0) & (batch > 0):
+        # As `install`, but never for a spare that somebody else has made ready meanwhile.
+        fence(ptr)
+        rests = aside - tl.minimum(stripe_credits(aside), 0).to(tl.int64)
+        aside = tl.where(atomic_cas(ptr + SPARE, aside & 0, rests) == 0, 0, aside)
+    detach(heap, cls, aside)
+    # (What was put, was put by atomics that have returned what decided a branch.)
     end_transit(heap, need * 0 + 1)
     return place, pages
 
@@ -435,8 +434,9 @@ def refill(heap, cls, need):
 @triton.jit(noinline=True)
 def prefetch(heap, cls):
     """Have a spare batch ready for the program's stripe of class ``cls`` (int32 scalar), whose
-    batch is half used; returns 0. The one that rests, if all of it is free again. If only its
-    front is, it is left alone: it will be free when it is needed. Or else a new one."""
+    batch is half used; returns 0. The one that rests, if all of it is free again. If its first page
+    is and its last is not, it is left alone: mostly it will be free when it is needed. Or else a
+    new one, if there may be one: then what rests is dissolved."""
     ptr = own_stripe(heap, cls) + SPARE
     word, spare, limit, plenty = announce(heap, cls)
     _page, batch = stripe_place(word)
@@ -445,12 +445,16 @@ def prefetch(heap, cls):
     ready = tl.full((), 0, tl.int64)
     if (batch > 0) & (stripe_credits(spare) <= 0):
         at = page_word_ptr(heap, tl.where(rested > 0, first, 0))
-        if (rested > 0) & (page_out(atomic_load(at)) == 0):
-            ready = tl.atomic_xchg(ptr, ready, sem="acquire")
-            if stripe_credits(ready) <= 0:
-                _page, rested = stripe_place(ready)
-                renewed = renew(heap, cls, ready, rested)
-                ready = tl.where(renewed != 0, renewed, ready)
+        last = tl.maximum(rested - 1, 0)
+        begun = page_out(atomic_load(at))
+        done = page_out(atomic_load(at + last))
+        if (rested > 0) & (begun == 0):
+            if done == 0:
+                ready = tl.atomic_xchg(ptr, ready, sem="acquire")
+                if stripe_credits(ready) <= 0:
+                    _page, rested = stripe_place(ready)
+                    renewed = renew(heap, cls, ready, rested)
+                    ready = tl.where(renewed != 0, renewed, ready)
         elif limit > 0:
             ready = open_batch(heap, cls, next_length(cls, word, limit, plenty))
         if ready != 0:
@@ -551,7 +555,7 @@ def find_slots(heap, cls, need, state):
         waited = waited & (waited == 0)
         if (place | duty) == 0:
             looks = tl.where(everywhere, 0, 2)
-            place, pages = draw(heap, cls, need, looks, need * 0 + 1)
+            place, pages = draw(heap, cls, need, looks)
             if ((place | pages) == 0) & (everywhere == 0):
                 duty = take_duty(heap, cls)
         if duty != 0:

@@ -12,7 +12,7 @@ import triton.language as tl
 from devalloc import Heap
 from devalloc.kernels import layout, pages, slabs
 from devalloc.sizes import CLASS_SIZES, PAGE_BYTES
-from tests.support import DEVICE, assert_whole_capacity, free_lanes, malloc_lanes
+from tests.support import assert_whole_capacity, free_lanes, malloc_lanes
 
 SIZE = 16384
 CLASS = CLASS_SIZES.index(SIZE)
@@ -68,6 +68,14 @@ def use_up(heap: Heap) -> list[torch.Tensor]:
         live.append(take(heap))
         assert len(live) <= FIRST * SLOTS
     return live
+
+
+def drain(heap: Heap) -> torch.Tensor:
+    """Allocate what is left in the batch, and no more."""
+    left = batch(heap).credits
+    found = [malloc_lanes(heap, [SIZE] * min(TURN, left - i)) for i in range(0, left, TURN)]
+    assert batch(heap).credits == 0
+    return torch.cat(found)
 
 
 @pytest.fixture
@@ -136,29 +144,60 @@ def prefetch_kernel(heap, CLS: tl.constexpr):
 
 
 @triton.jit
-def refill_kernel(heap, found, CLS: tl.constexpr, USED: tl.constexpr):
-    """Use up the stripe's batch, and refill it."""
+def refill_kernel(heap, CLS: tl.constexpr, USED: tl.constexpr, HELD: tl.constexpr):
+    """Refill the stripe, as if so many pages more were taken, or held by stripes."""
     zero = tl.program_id(0) * 0
     tl.atomic_add(heap + pages.USED, tl.full((), USED, tl.int64))
-    place, drawn = slabs.refill(heap, zero + CLS, zero)
+    tl.atomic_add(heap + slabs.HELD, tl.full((), HELD, tl.int64))
+    slabs.refill(heap, zero + CLS, zero)
     tl.atomic_add(heap + pages.USED, tl.full((), -USED, tl.int64))
-    tl.store(found, place)
-    tl.store(found + 1, drawn)
+    tl.atomic_add(heap + slabs.HELD, tl.full((), -HELD, tl.int64))
 
 
 def test_in_a_heap_that_fills_nothing_rests(heap: Heap) -> None:
     """What is free in used batches is to be drawn, by everybody."""
     live = torch.cat([take(heap), *use_up(heap)])
-    left = batch(heap).credits
-    more = [malloc_lanes(heap, [SIZE] * min(TURN, left - i)) for i in range(0, left, TURN)]
-    live = torch.cat([live, *more])
-    assert batch(heap).credits == 0
-    found = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    refill_kernel[(1,)](heap.handle, found, CLS=CLASS, USED=PAGES * 3 // 4)
+    live = torch.cat([live, drain(heap)])
+    refill_kernel[(1,)](heap.handle, CLS=CLASS, USED=PAGES * 3 // 4, HELD=0)
     assert spare(heap).length == 0
     assert held(heap) == batch(heap).length, "the spare, and nothing else"
     heap.audit()
     free_lanes(heap, live)
+
+
+def test_where_batches_must_be_shorter_the_front_is_renewed(heap: Heap) -> None:
+    live = [take(heap), *use_up(heap), drain(heap), take(heap)]
+    resting = spare(heap)
+    assert (resting.length, resting.is_resting) == (NEXT, True)
+    addrs = torch.cat(live)
+    behind = (addrs - heap.base) // PAGE_BYTES - resting.page
+    gone = (behind >= 0) & (behind < 10)
+    free_lanes(heap, addrs[gone])
+    live = [addrs[~gone], drain(heap)]
+    assert spare(heap) == resting, "left alone half way"
+    had, old = held(heap), batch(heap)
+    refill_kernel[(1,)](heap.handle, CLS=CLASS, USED=0, HELD=PAGES * 5 // 8)
+    assert batch(heap) == Batch(resting.page, 10, 10 * SLOTS)
+    assert spare(heap) == old
+    assert held(heap) == had - (NEXT - 10), "the pages behind are dissolved"
+    heap.audit()
+    free_lanes(heap, torch.cat(live))
+
+
+def test_random_lifetimes_do_not_make_an_empty_heap_draw() -> None:
+    """What rests with a few slots that live is dissolved, and what is free in it not drawn: there
+    are pages enough."""
+    generator = torch.Generator().manual_seed(1)
+    with Heap(4096 * PAGE_BYTES) as heap:
+        live = [malloc_lanes(heap, [SIZE]) for _ in range(10)]
+        for _ in range(200):
+            at = int(torch.randint(len(live), (1,), generator=generator))
+            free_lanes(heap, live[at])
+            live[at] = malloc_lanes(heap, [SIZE])
+            assert batch(heap).length > 0
+        heap.audit()
+        free_lanes(heap, torch.cat(live))
+        assert_whole_capacity(heap)
 
 
 def test_a_search_finds_what_is_free_in_a_batch_that_rests() -> None:

@@ -20,7 +20,7 @@ def draw_kernel(heap, found, CLS: tl.constexpr, NEED: tl.constexpr):
     """Two draws of a program that looks twice: the second is told what is left by the first."""
     zero = tl.program_id(0) * 0
     for turn in tl.static_range(2):
-        place, pages = detached.draw(heap, zero + CLS, zero + NEED, zero + 2, zero + 1)
+        place, pages = detached.draw(heap, zero + CLS, zero + NEED, zero + 2)
         tl.store(found + 2 * turn, place)
         tl.store(found + 2 * turn + 1, pages)
 

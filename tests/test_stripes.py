@@ -137,6 +137,8 @@ def test_a_large_debt_is_brought_back_by_who_can_draw(lanes: int) -> None:
         (32769, 0, 0, 1),
         (49152, 32768, 4, 0),
         (49153, 32768, 0, 0),
+        (65532, 65532, 4, 0),
+        (65533, 65533, 0, 0),
     ],
 )
 def test_batches_are_short_when_much_is_held_or_taken(
