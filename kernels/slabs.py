@@ -392,6 +392,7 @@ def refill(heap, cls, need):
     # beside another.
     least_renewed = tl.where(spare != 0, tl.minimum(limit, SPARED), SPARED)
     least_renewed = tl.where(limit == 0, 1, least_renewed)
+    # (0 if the heap fills: then slots are drawn, nothing rests, and what is opened is one page.)
     length = next_length(cls, old, limit, plenty)
     aside = old
     if place == 0:
@@ -530,7 +531,7 @@ def find_slots(heap, cls, need, state):
     """Slots for ``need`` requests of class ``cls`` when there were no tickets (int32 scalars).
     ``state`` 1: our subtraction took the stripe below zero, so the refill is ours; -1: we have
     waited for tickets, or tried to get whole pages, and want more; 0: neither. Returns (place,
-    pages), the first two of :func:`refill`.
+    pages), as :func:`refill` does.
 
     First at the program's own stripe, if we have not waited there; then everywhere, until something
     is found or two passes were quiet (nothing found, nothing put back, nothing in hand): then both

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from devalloc import Heap
+from devalloc.heap_state import State
 from devalloc.kernels import layout, pages, slabs
 from devalloc.sizes import CLASS_SIZES, PAGE_BYTES
 from tests.support import assert_whole_capacity, free_lanes, malloc_lanes
@@ -24,6 +25,8 @@ TURN = SLOTS - 1  # requests at a time: whoever fills a page takes its own
 
 
 class Batch(NamedTuple):
+    """A batch as its stripe word has it; of credits below zero, 0."""
+
     page: int
     length: int
     credits: int
@@ -35,12 +38,9 @@ class Batch(NamedTuple):
 
 def batch(heap: Heap, place: int = 0) -> Batch:
     """The batch of the first stripe of the class, or with SPARE the one beside it."""
-    stripes = heap._geometry.stripes
-    index = layout.STRIPES.value + CLASS * stripes * layout.STRIPE_STRIDE.value + place
-    packed = int(heap.handle[index])
-    credits = (packed + (1 << 31)) % (1 << 32) - (1 << 31)
-    high = packed - credits >> 32
-    return Batch(high & ((1 << 23) - 1), high >> 23 & 127, credits)
+    state = State(heap.handle, heap._geometry)
+    at = CLASS, place // layout.SPARE.value
+    return Batch(int(state.batch_page[at]), int(state.batch_length[at]), int(state.credits[at]))
 
 
 def spare(heap: Heap) -> Batch:
