@@ -88,7 +88,7 @@ class Geometry:
         stripes = min(64, max(1, 1 << (pages // 32).bit_length() >> 1))
         # (A power of two, as searches for such runs are led by hints that promise neither less nor
         # more.)
-        share = max(1, pages // (stripes * 16))
+        share = max(1, pages // (stripes * 4))
         max_batch = min(layout.MAX_BATCH.value, 1 << share.bit_length() - 1)
         return Geometry(pages, stripes, max_batch)
 

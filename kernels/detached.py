@@ -136,7 +136,7 @@ def retire_filled(heap, first, last, size):
     subtract them. Returns which are gone, as a word of bits (all else int32 scalars); the others
     are to be subtracted as ever.
 
-    Pages of their own for a program that can fill them are nobody else's (``slabs.open_whole``),
+    Pages of their own for a program that can fill them are nobody else's (``batches.open_whole``),
     and hidden while they are full. If such a page still is in that state, by (A) all that is in it
     is what we cleared. So one compare-and-swap takes it from there to FREE, and is subtraction and
     retirement in one. Nothing need be acquired: what others did in the page was ordered before us

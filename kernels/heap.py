@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_load, fence
+from .batches import half_used, open_whole, own_stripe, prefetch
 from .bits import divide, lsr, mix, popcount, select_bit
 from .detached import is_hidden, is_idle, retire_filled_lanes, settle_lanes
 from .groups import alike, from_leader
@@ -62,19 +63,7 @@ from .layout import (
 from .live import claim_any, claim_tickets, clear, heard, live_bit, ticket_slot
 from .pages import count_taken, release_run
 from .record import record_error
-from .slabs import (
-    DRY_PAGES,
-    POLLS,
-    WHOLE_PAGES,
-    await_slots,
-    find_run,
-    find_slots,
-    half_used,
-    is_drawing,
-    open_whole,
-    own_stripe,
-    prefetch,
-)
+from .slabs import DRY_PAGES, POLLS, WHOLE_PAGES, await_slots, find_run, find_slots, is_drawing
 
 
 @triton.jit
@@ -94,12 +83,12 @@ def report_failed(heap, nbytes, failed):
 
 
 @triton.jit
-def find_class(heap, cls, rank, active, need, state):
-    """Search slots for ``need`` active lanes, ranked, of one class; ``state`` as in
-    ``slabs.find_slots``. Returns the address of the slot that each lane was promised, or 0, and
-    whether anything was found."""
+def find_class(heap, cls, stripe, rank, active, need, state):
+    """Search slots for ``need`` active lanes, ranked, of one class, beginning at ``stripe``;
+    ``state`` as in ``slabs.find_slots``. Returns the address of the slot that each lane was
+    promised, or 0, and whether anything was found."""
     size = class_bytes(cls)
-    place, pages = find_slots(heap, cls, need, state)
+    place, pages = find_slots(heap, cls, stripe, need, state)
     # A draw: 2**k slots in every page set, anywhere in it.
     drawn = pages != 0
     k = tl.where(drawn, stripe_credits(place), 0)
@@ -147,11 +136,13 @@ def malloc_any(heap, nbytes, active):
         half = half_used(word, slots_of(size), count)
         if is_block(nbytes):
             # (A scalar waits further down, where it costs fewer registers.)
-            if stripe_credits(word) < 0:
+            if stripe_credits(word) <= 0:
                 # (Where everybody draws, nobody refills: somebody has to take that duty.)
                 whole = (count >= slots_of(size) * DRY_PAGES) & (is_drawing(word) == 0)
+                whole = whole & (duty == 0)
                 if whole == 0:
-                    word, duty = await_slots(heap, cls, count, word - count.to(tl.int64))
+                    now = word - count.to(tl.int64)
+                    word, duty = await_slots(heap, cls, stripe, count, now, duty)
     if is_block(nbytes):
         if whole:
             word = open_whole(heap, cls, count)
@@ -164,7 +155,7 @@ def malloc_any(heap, nbytes, active):
     if is_block(rest):
         # (From here, not by way of the code below, which few have fetched.)
         if half:
-            prefetch(heap, cls)
+            prefetch(heap, cls, stripe)
     else:
         unserved = unserved | half
     if unserved:
@@ -193,14 +184,15 @@ def malloc_rest_scalar(heap, nbytes, addr, word, lost):
     cls = size_class(tl.minimum(tl.maximum(nbytes, 1), MAX_SLOT).to(tl.int32))
     size = class_bytes(cls)
     promised = tl.where(lost != 0, addr, 0)
+    stripe = own_stripe(heap, cls)
     if addr != 0:
         if half_used(word, slots_of(size), one):
-            prefetch(heap, cls)
+            prefetch(heap, cls, stripe)
     elif nbytes > MAX_SLOT:
         addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
     elif nbytes > 0:
         duty = (stripe_credits(word) == 0).to(tl.int32)
-        promised, _any = find_class(heap, cls, one * 0, one == 1, one, duty)
+        promised, _any = find_class(heap, cls, stripe, one * 0, one == 1, one, duty)
     if promised != 0:
         addr = claim_any(heap, promised, size)
     if (addr == 0) & (nbytes != 0):
@@ -253,7 +245,8 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
         elif left:
             now = pending & (classes == cls)
             state = tl.where(patience > 0, ours, ours * 2 - 1)
-            where, found = find_class(heap, cls, rank_of(now), now, count_lanes(now), state)
+            stripe = own_stripe(heap, cls)
+            where, found = find_class(heap, cls, stripe, rank_of(now), now, count_lanes(now), state)
             promised = tl.where(where != 0, where, promised)
             # Nothing is left of the class: its lanes fail.
             pending = pending & tl.where(found, where == 0, now == 0)
@@ -261,7 +254,7 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
             polls = patience
     cls = pick_first(classes, halves)
     while cls >= 0:
-        prefetch(heap, cls)
+        prefetch(heap, cls, own_stripe(heap, cls))
         halves = halves & (classes != cls)
         cls = pick_first(classes, halves)
     addr = claim_any(heap, promised, sizes)

@@ -9,15 +9,15 @@ reach it. Words 0..31 never change after the heap is made and may be loaded plai
     ERRORS          one counter per kind of error                     record
     RECORDS         the first MAX_RECORDS errors, 4 words each        record
     PEAK, USED      pages taken from the page level, and their peak   pages
-    HELD            pages in batches of stripes, spares among them    slabs
+    HELD            pages in batches of stripes, spares among them    batches
     RUNS            runs handed out as large allocations              heap
-    GRANTED         per class: slots handed out as credits            slabs
-    TRANSIT         in-hand counts and epochs, striped                pages, slabs
-    STRIPES         per class and stripe: the stripe word, and a      heap, slabs
+    GRANTED         per class: slots handed out as credits            batches, detached
+    TRANSIT         in-hand counts and epochs, striped                pages, for all
+    STRIPES         per class and stripe: the stripe word, and a      heap, batches, slabs
                     spare batch, also as a stripe word
-    hints           ORDERS + NUM_CLASSES rows, one bit per chunk      pages, detached, slabs
+    hints           ORDERS + NUM_CLASSES rows, one bit per chunk      pages, detached, batches
     page bits       one word per chunk: bit set = page is free        pages
-    page words      one per page: what the page is                    detached, slabs, heap
+    page words      one per page: what the page is                    detached, batches, heap
     live bits       64 words per page: bit set = an allocation        heap
                     begins here
 

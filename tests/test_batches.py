@@ -11,14 +11,14 @@ import triton.language as tl
 
 from devalloc import Heap
 from devalloc.heap_state import State
-from devalloc.kernels import layout, pages, slabs
+from devalloc.kernels import batches, layout, pages
 from devalloc.sizes import CLASS_SIZES, PAGE_BYTES
-from tests.support import assert_whole_capacity, free_lanes, malloc_lanes
+from tests.support import DEVICE, assert_whole_capacity, free_lanes, malloc_lanes
 
 SIZE = 16384
 CLASS = CLASS_SIZES.index(SIZE)
 SLOTS = PAGE_BYTES // SIZE
-PAGES = 16384  # 64 stripes, batches of up to 16 pages
+PAGES = 4096  # 64 stripes, batches of up to 16 pages
 FIRST = 4  # pages of the first
 NEXT = 16
 TURN = SLOTS - 1  # requests at a time: whoever fills a page takes its own
@@ -70,6 +70,13 @@ def use_up(heap: Heap) -> list[torch.Tensor]:
     return live
 
 
+def use_up_a_long_one(heap: Heap) -> torch.Tensor:
+    """Allocate until a batch rests that is as long as may be."""
+    live = [take(heap), *use_up(heap), drain(heap), take(heap)]
+    assert (spare(heap).length, spare(heap).is_resting) == (NEXT, True)
+    return torch.cat(live)
+
+
 def drain(heap: Heap) -> torch.Tensor:
     """Allocate what is left in the batch, and no more."""
     left = batch(heap).credits
@@ -98,49 +105,67 @@ def test_a_batch_that_is_used_up_rests(heap: Heap) -> None:
 
 
 def test_what_is_free_again_is_used_again(heap: Heap) -> None:
-    live = use_up(heap)
-    free_lanes(heap, torch.cat(live))
+    free_lanes(heap, use_up_a_long_one(heap))
     resting, used = spare(heap), word(heap, layout.USED)
     seen = set()
-    for _ in range(NEXT * SLOTS // TURN + FIRST * SLOTS // TURN):
+    for _ in range(2 * NEXT * SLOTS // TURN):
         addrs = take(heap)
         seen |= set(addrs.tolist())
         free_lanes(heap, addrs)
     assert {page for page, _, _ in (batch(heap), spare(heap))} >= {resting.page}
     assert any(
-        (addr - heap.base) // PAGE_BYTES in range(resting.page, resting.page + FIRST)
+        (addr - heap.base) // PAGE_BYTES in range(resting.page, resting.page + NEXT)
         for addr in seen
     )
-    assert held(heap) == FIRST + NEXT
+    assert held(heap) == 2 * NEXT
     assert word(heap, layout.USED) == used, "no more is taken, nothing given back"
     heap.audit()
 
 
 @pytest.mark.parametrize("freed", ["all", "front", "none"])
 def test_what_a_prefetch_does_with_a_batch_that_rests(heap: Heap, freed: str) -> None:
-    live = torch.cat([take(heap), *use_up(heap)])
+    live = use_up_a_long_one(heap)
     resting = spare(heap)
     first = heap.base + resting.page * PAGE_BYTES
     gone = {"all": live >= 0, "front": live < first + PAGE_BYTES, "none": live < 0}[freed]
     free_lanes(heap, live[gone])
     had = held(heap)
-    prefetch_kernel[(1,)](heap.handle, CLS=CLASS)
+    prefetch_kernel[(1,)](heap.handle, CLS=CLASS, HELD=0)
+    assert held(heap) == had
     if freed == "all":
-        assert spare(heap) == Batch(resting.page, FIRST, FIRST * SLOTS), "renewed"
-        assert held(heap) == had
+        assert spare(heap) == Batch(resting.page, NEXT, NEXT * SLOTS), "renewed"
     elif freed == "front":
         assert spare(heap) == resting, "left alone: all of it will be free when it is needed"
     else:
         assert spare(heap).page != resting.page
-        assert spare(heap).credits == NEXT * SLOTS
-        assert held(heap) == had - FIRST + NEXT, "the old one is dissolved"
+        assert spare(heap).credits == NEXT * SLOTS, "the old one is dissolved"
     heap.audit()
     free_lanes(heap, live[~gone])
 
 
+@pytest.mark.parametrize("plenty", [True, False])
+def test_a_short_batch_that_rests_is_replaced_while_there_is_plenty(
+    heap: Heap, plenty: bool
+) -> None:
+    free_lanes(heap, torch.cat([take(heap), *use_up(heap)]))
+    resting, had = spare(heap), held(heap)
+    prefetch_kernel[(1,)](heap.handle, CLS=CLASS, HELD=PAGES // 4 - had - int(plenty))
+    if plenty:
+        assert spare(heap).credits == NEXT * SLOTS
+        assert held(heap) == had - FIRST + NEXT
+    else:
+        assert spare(heap) == Batch(resting.page, FIRST, FIRST * SLOTS), "renewed"
+        assert held(heap) == had
+    heap.audit()
+
+
 @triton.jit
-def prefetch_kernel(heap, CLS: tl.constexpr):
-    slabs.prefetch(heap, tl.program_id(0) * 0 + CLS)
+def prefetch_kernel(heap, CLS: tl.constexpr, HELD: tl.constexpr):
+    """Have a spare ready, as if stripes held so many pages more."""
+    cls = tl.program_id(0) * 0 + CLS
+    tl.atomic_add(heap + layout.HELD, tl.full((), HELD, tl.int64))
+    batches.prefetch(heap, cls, batches.own_stripe(heap, cls))
+    tl.atomic_add(heap + layout.HELD, tl.full((), -HELD, tl.int64))
 
 
 @triton.jit
@@ -148,10 +173,10 @@ def refill_kernel(heap, CLS: tl.constexpr, USED: tl.constexpr, HELD: tl.constexp
     """Refill the stripe, as if so many pages more were taken, or held by stripes."""
     zero = tl.program_id(0) * 0
     tl.atomic_add(heap + pages.USED, tl.full((), USED, tl.int64))
-    tl.atomic_add(heap + slabs.HELD, tl.full((), HELD, tl.int64))
-    slabs.refill(heap, zero + CLS, zero)
+    tl.atomic_add(heap + layout.HELD, tl.full((), HELD, tl.int64))
+    batches.refill(heap, zero + CLS, batches.own_stripe(heap, zero + CLS), zero)
     tl.atomic_add(heap + pages.USED, tl.full((), -USED, tl.int64))
-    tl.atomic_add(heap + slabs.HELD, tl.full((), -HELD, tl.int64))
+    tl.atomic_add(heap + layout.HELD, tl.full((), -HELD, tl.int64))
 
 
 def test_in_a_heap_that_fills_nothing_rests(heap: Heap) -> None:
@@ -166,10 +191,8 @@ def test_in_a_heap_that_fills_nothing_rests(heap: Heap) -> None:
 
 
 def test_where_batches_must_be_shorter_the_front_is_renewed(heap: Heap) -> None:
-    live = [take(heap), *use_up(heap), drain(heap), take(heap)]
+    addrs = use_up_a_long_one(heap)
     resting = spare(heap)
-    assert (resting.length, resting.is_resting) == (NEXT, True)
-    addrs = torch.cat(live)
     behind = (addrs - heap.base) // PAGE_BYTES - resting.page
     gone = (behind >= 0) & (behind < 10)
     free_lanes(heap, addrs[gone])
@@ -217,3 +240,79 @@ def test_a_search_finds_what_is_free_in_a_batch_that_rests() -> None:
         heap.audit()
         free_lanes(heap, torch.cat([*live, more]))
         assert_whole_capacity(heap)
+
+
+def ready_spare(heap: Heap) -> torch.Tensor:
+    """Allocate until a spare is ready, and on until the batch is used up and nobody knows."""
+    live = use_up_a_long_one(heap)
+    free_lanes(heap, live)
+    addrs = drain(heap)
+    assert spare(heap).credits == NEXT * SLOTS
+    return addrs
+
+
+def test_whoever_finds_nothing_left_takes_the_spare(heap: Heap) -> None:
+    live = ready_spare(heap)
+    old, new = batch(heap), spare(heap)
+    addrs = take(heap)
+    assert batch(heap) == Batch(new.page, NEXT, NEXT * SLOTS - TURN)
+    assert spare(heap) == old, "it rests"
+    assert ((addrs - heap.base) // PAGE_BYTES == new.page).all()
+    heap.audit()
+    free_lanes(heap, torch.cat([live, addrs]))
+
+
+def test_a_spare_that_is_not_ready_stays() -> None:
+    with Heap(PAGES * PAGE_BYTES) as heap:
+        live = use_up_a_long_one(heap)
+        before = heap.handle.clone()
+        swap_kernel[(1,)](heap.handle, CLS=CLASS)
+        assert torch.equal(heap.handle, before), "nothing was put back, and nothing is in hand"
+        free_lanes(heap, live)
+
+
+@triton.jit
+def swap_kernel(heap, CLS: tl.constexpr):
+    zero = tl.program_id(0) * 0
+    batches.swap(heap, zero + CLS, batches.own_stripe(heap, zero + CLS), zero)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "limit", "share", "length"),
+    [
+        (64, 0, 64, 0, 16),
+        (64, 0, 64, 1, 16),
+        (64, 0, 64, 2, 8),
+        (64, 0, 64, 3, 4),
+        (64, 0, 64, 15, 4),
+        (1024, 0, 64, 15, 8),
+        (2048, 0, 64, 15, 16),
+        (32768, 0, 64, 15, 16),
+        (64, 0, 8, 0, 2),
+        (64, 0, 2, 0, 1),
+        (64, 0, 1, 9, 1),
+        (64, 0, 0, 9, 0),
+        (64, 4, 64, 3, 16),
+        (64, 4, 64, 4, 8),
+        (64, 64, 64, 0, 64),
+        (64, 11, 64, 4, 16),
+        (64, 16, 4, 4, 4),
+        (64, 16, 0, 4, 0),
+    ],
+)
+def test_the_length_of_the_next_batch(
+    size: int, batch: int, limit: int, share: int, length: int
+) -> None:
+    """`share`: how many sixteenths of the heap stripes hold."""
+    found = torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
+    word = torch.tensor([batch << layout.BATCH_SHIFT.value], dtype=torch.int64, device=DEVICE)
+    cls = CLASS_SIZES.index(size)
+    length_kernel[(1,)](found, word, CLS=cls, LIMIT=limit, SHARE=share)
+    assert found.tolist() == [length]
+
+
+@triton.jit
+def length_kernel(found, word, CLS: tl.constexpr, LIMIT: tl.constexpr, SHARE: tl.constexpr):
+    zero = tl.program_id(0) * 0
+    length = batches.next_length(zero + CLS, tl.load(word), zero + LIMIT, zero + SHARE)
+    tl.store(found, length)

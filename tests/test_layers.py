@@ -23,6 +23,7 @@ KERNEL_LAYERS = [
     {"payload", "groups"},
     {"pages", "live", "guards"},
     {"detached"},
+    {"batches"},
     {"slabs"},
     {"heap"},
     {"debug"},

@@ -127,7 +127,7 @@ MUTANTS = {
     ),
     "credits are lost": (
         "small",
-        Patch("slabs.py", "change = (PUBLISHED - ATTACHED) - unused.to(tl.int64)",
+        Patch("batches.py", "change = (PUBLISHED - ATTACHED) - unused.to(tl.int64)",
               "change = (PUBLISHED - ATTACHED) - unused.to(tl.int64) * 0"),
         "audit: H4|blocks that live",
     ),

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from devalloc import Heap
-from devalloc.kernels import layout, pages, slabs
+from devalloc.kernels import batches, layout, pages, slabs
 from devalloc.sizes import PAGE_BYTES
 from tests.conftest import ON_GPU
 from tests.support import DEVICE, assert_whole_capacity, free_lanes, malloc_lanes
@@ -19,26 +19,28 @@ LEAST = -(1 << 31)  # credits
 def await_kernel(heap, found, CLS: tl.constexpr, NEED: tl.constexpr, KNOWN: tl.constexpr):
     """Wait at a stripe from which we subtracted, or of which we know only that it is dry."""
     zero = tl.program_id(0) * 0
-    word = tl.full((), slabs.REFILLING, tl.int64)
+    word = tl.full((), batches.REFILLING, tl.int64)
     if KNOWN:
-        word = tl.atomic_add(slabs.own_stripe(heap, zero + CLS), -word * 0 - NEED) - NEED
-    place, duty = slabs.await_slots(heap, zero + CLS, zero + NEED, word)
+        word = tl.atomic_add(batches.own_stripe(heap, zero + CLS), -word * 0 - NEED) - NEED
+    stripe = batches.own_stripe(heap, zero + CLS)
+    place, duty = slabs.await_slots(heap, zero + CLS, stripe, zero + NEED, word, zero)
     tl.store(found, place)
     tl.store(found + 1, duty.to(tl.int64))
 
 
 @triton.jit
 def announce_kernel(heap, found, CLS: tl.constexpr):
-    word, spare, limit, plenty = slabs.announce(heap, tl.program_id(0) * 0 + CLS)
+    stripe = batches.own_stripe(heap, tl.program_id(0) * 0 + CLS)
+    word, spare, limit, share = batches.announce(heap, stripe)
     pages.end_transit(heap, limit * 0)
     tl.store(found, word)
     tl.store(found + 1, spare)
     tl.store(found + 2, limit.to(tl.int64))
-    tl.store(found + 3, plenty.to(tl.int64))
+    tl.store(found + 3, share.to(tl.int64))
 
 
 def drawing_word(credits: int) -> int:
-    return slabs.DRAWING.value + 1 + credits
+    return batches.DRAWING.value + 1 + credits
 
 
 def stripe_word(heap: Heap) -> torch.Tensor:
@@ -81,10 +83,10 @@ def test_the_debt_of_a_refill_is_left_alone(known: bool) -> None:
     """Of a stripe that somebody refills, the word is the refiller's to replace."""
     with Heap(32 * PAGE_BYTES) as heap:
         word = stripe_word(heap)
-        word.fill_(slabs.REFILLING.value - slabs.MAX_DEBT.value - 5)
+        word.fill_(batches.REFILLING.value - slabs.MAX_DEBT.value - 5)
         found = torch.full((2,), -1, dtype=torch.int64, device=DEVICE)
         await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5, KNOWN=known)
-        assert word.tolist() == [slabs.REFILLING.value - slabs.MAX_DEBT.value - 5 - 5 * known]
+        assert word.tolist() == [batches.REFILLING.value - slabs.MAX_DEBT.value - 5 - 5 * known]
         assert found.tolist() == [0, 0]
 
 
@@ -120,29 +122,29 @@ def test_a_large_debt_is_brought_back_by_who_can_draw(lanes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("used", "held", "limit", "plenty"),
+    ("used", "held", "limit", "share"),
     [
-        (0, 0, 64, 1),
+        (0, 0, 64, 0),
         (8191, 8191, 64, 1),
-        (8192, 8192, 64, 0),
-        (24575, 24575, 64, 0),
-        (24576, 24576, 32, 0),
-        (28672, 28672, 16, 0),
-        (32768, 32768, 8, 0),
-        (36864, 36864, 4, 0),
-        (40960, 36864, 4, 0),
-        (40960, 24575, 64, 0),
-        (40961, 24575, 4, 0),
-        (32768, 0, 64, 1),
-        (32769, 0, 0, 1),
-        (49152, 32768, 4, 0),
-        (49153, 32768, 0, 0),
-        (65532, 65532, 4, 0),
-        (65533, 65533, 0, 0),
+        (8192, 8192, 64, 2),
+        (16384, 16384, 64, 4),
+        (32767, 32767, 64, 7),
+        (32768, 32768, 32, 8),
+        (36864, 36864, 16, 9),
+        (40960, 40960, 8, 10),
+        (40961, 40961, 4, 10),
+        (40960, 24575, 64, 5),
+        (40961, 24575, 4, 5),
+        (32768, 0, 64, 0),
+        (32769, 0, 0, 0),
+        (49152, 32768, 4, 8),
+        (49153, 32768, 0, 8),
+        (65532, 65532, 4, 15),
+        (65533, 65533, 0, 15),
     ],
 )
 def test_batches_are_short_when_much_is_held_or_taken(
-    used: int, held: int, limit: int, plenty: int
+    used: int, held: int, limit: int, share: int
 ) -> None:
     with Heap(65536 * PAGE_BYTES) as heap:
         stripe = layout.STRIPES.value + CLASS * 64 * layout.STRIPE_STRIDE.value
@@ -152,18 +154,18 @@ def test_batches_are_short_when_much_is_held_or_taken(
         heap.handle[stripe + layout.SPARE.value] = 34
         found = torch.full((4,), -1, dtype=torch.int64, device=DEVICE)
         announce_kernel[(1,)](heap.handle, found, CLS=CLASS)
-        assert found.tolist() == [12, 34, limit, plenty]
+        assert found.tolist() == [12, 34, limit, share]
         assert heap.handle[layout.USED.value] == used, "only looked at"
         assert heap.handle[layout.HELD.value] == held
         heap.reset()
 
 
-def test_in_a_small_heap_batches_are_single_pages_until_it_fills() -> None:
+def test_a_small_heap_packs_when_half_of_it_is_taken() -> None:
     with Heap(32 * PAGE_BYTES) as heap:
         found = torch.full((4,), -1, dtype=torch.int64, device=DEVICE)
         announce_kernel[(1,)](heap.handle, found, CLS=CLASS)
-        assert found.tolist() == [0, 0, heap._geometry.max_batch, 1]
+        assert found.tolist() == [0, 0, heap._geometry.max_batch, 0]
         heap.handle[layout.USED.value] = 17
         announce_kernel[(1,)](heap.handle, found, CLS=CLASS)
-        assert found.tolist() == [0, 0, 0, 1]
+        assert found.tolist() == [0, 0, 0, 0]
         heap.reset()

@@ -80,7 +80,7 @@ ALL = (
     ),
     Mutant(
         name="credits_lost_in_detach",
-        file="slabs.py",
+        file="batches.py",
         old="change = (PUBLISHED - ATTACHED) - unused.to(tl.int64)",
         new="change = (PUBLISHED - ATTACHED) - unused.to(tl.int64) * 0",
         breaks="slots of a dissolved batch that nobody was promised are never free again",
@@ -305,7 +305,7 @@ ALL = (
     ),
     Mutant(
         name="other_batch_lost",
-        file="slabs.py",
+        file="batches.py",
         old='return detach(heap, cls, tl.atomic_xchg(ptr, word, sem="relaxed"))',
         new='return (tl.atomic_xchg(ptr, word, sem="relaxed") & 0).to(tl.int32)',
         breaks="of the batches that two refillers install, one is in no stripe and attached",
@@ -313,23 +313,65 @@ ALL = (
     ),
     Mutant(
         name="resting_batch_lost",
-        file="slabs.py",
-        old="aside = tl.where(atomic_cas(ptr + SPARE, aside & 0, rests) == 0, 0, aside)",
-        new="aside = aside & 0",
+        file="batches.py",
+        old="word = tl.where(atomic_cas(stripe + SPARE, word & 0, rests) == 0, 0, word)",
+        new="word = word & 0",
         breaks="a batch that is used up is in no stripe and attached",
         scenario="batch_runs_dry",
     ),
     Mutant(
         name="credit_rests",
-        file="slabs.py",
-        old="rests = aside - tl.minimum(stripe_credits(aside), 0).to(tl.int64)",
-        new="rests = aside - tl.minimum(stripe_credits(aside), 0).to(tl.int64) + 1",
+        file="batches.py",
+        old="rests = word - tl.minimum(stripe_credits(word), 0).to(tl.int64)",
+        new="rests = word - tl.minimum(stripe_credits(word), 0).to(tl.int64) + 1",
         breaks="a batch that is used up has a credit: its last slot is handed out twice",
         scenario="batch_runs_dry",
     ),
     Mutant(
+        name="kept_and_handed_out",
+        file="batches.py",
+        old="rest = place - tl.minimum(stripe_credits(place), need).to(tl.int64)",
+        new="rest = place",
+        breaks="slots that a program keeps of a spare are handed out again",
+        scenario="spare_in_hand",
+    ),
+    Mutant(
+        name="spare_moves_unannounced",
+        file="batches.py",
+        old="""\
+    announced = begin_transit(heap)
+    place = atomic_load(stripe + SPARE)
+    # (Announced before anything is taken: by what the announcement returned.)
+    if (stripe_credits(place) > 0) & has_begun(announced):
+        if atomic_cas(stripe + SPARE, place, place & 0) == place:
+            # What the slots' former owners did, before whoever takes a ticket.
+            fence(stripe)
+            rest = place - tl.minimum(stripe_credits(place), need).to(tl.int64)
+            put_aside(heap, cls, stripe, tl.atomic_xchg(stripe, rest, sem="acquire"))
+        else:
+            place = place & 0
+    else:
+        place = place & 0
+    end_transit(heap, (place != 0).to(tl.int32))
+""",
+        new="""\
+    place = atomic_load(stripe + SPARE)
+    if stripe_credits(place) > 0:
+        if atomic_cas(stripe + SPARE, place, place & 0) == place:
+            fence(stripe)
+            rest = place - tl.minimum(stripe_credits(place), need).to(tl.int64)
+            put_aside(heap, cls, stripe, tl.atomic_xchg(stripe, rest, sem="acquire"))
+        else:
+            place = place & 0
+    else:
+        place = place & 0
+""",
+        breaks="a search does not hear that a batch is between two places, and fails",
+        scenario="spare_in_hand",
+    ),
+    Mutant(
         name="renewed_while_in_use",
-        file="slabs.py",
+        file="batches.py",
         old="front = lowest_bit(lane_bits((lane < batch) & (page_out(words) == 0)) ^ -1)",
         new="front = lowest_bit(lane_bits((lane < batch) & (page_out(words) >= 0)) ^ -1)",
         breaks="a batch is renewed while slots of it live: it has more tickets than slots",

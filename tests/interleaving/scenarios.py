@@ -353,6 +353,18 @@ ALL = (
         ),
         plan=mostly(20),
     ),
+    # The eleventh slot of its class comes from a spare. While program 0 has it in hand, 2 wants its
+    # pages, and finds nothing: it must not fail. 1 waits for what 0 leaves.
+    Scenario(
+        "spare_in_hand",
+        pages=16,
+        script=(
+            tuple(malloc(i, HALF) for i in range(11)),
+            (malloc(11, HALF),),
+            (malloc(12, 8 * PAGE),),
+        ),
+        plan=directed(Turn(0, "swap", 5), Turn(2), Turn(1), Turn(0), Turn(1)),
+    ),
     # Program 2 sees an idle batch; 0 refills the stripe and is about to install what it opened; 2
     # exchanges what it takes for the batch; so 1 finds the stripe without a refiller and installs
     # a batch as well.

@@ -1,0 +1,402 @@
+"""Batches: pages of a stripe, cut into slots of one size class; how they come, rest and go.
+
+The argument is in ``slabs``, with the account (A) and the order of what happens here.
+
+Shared words and their writers
+    *Stripe word* (class, stripe): swap, refill and install exchange it. (Tickets are subtracted in
+    ``heap``; ``slabs`` takes duties and flushes.)
+    *Spare* (class, stripe): swap and put_aside compare and swap it, refill, prefetch and install
+    exchange it. It is ready, with all its credits (or those that two refills at once left of
+    them), or it is used up and rests: then it has none. Its pages are attached in both cases.
+    *Page word*: open, renew and detach change the state.
+    *HELD*: how many pages are in batches; says only how much memory is spread, never whose it is.
+"""
+
+import triton
+import triton.language as tl
+
+from .atomics import atomic_cas, atomic_load, fence
+from .bits import floor_log2, lowest_bit, reciprocal
+from .detached import draw, is_idle, settle
+from .lanes import lane_bits, or_lanes, pick
+from .layout import (
+    ATTACHED,
+    CLASS_SHIFT,
+    G_MAX_BATCH,
+    G_PAGES,
+    G_STRIPES,
+    GRANTED,
+    HELD,
+    ORDERS,
+    PUBLISHED,
+    SLAB,
+    SPARE,
+    USED,
+    class_bytes,
+    class_slots,
+    hint_ptr,
+    load_geometry,
+    pack_stripe,
+    page_out,
+    page_word_ptr,
+    program_count,
+    program_index,
+    stripe_credits,
+    stripe_place,
+    stripe_ptr,
+)
+from .pages import (
+    IN_HAND,
+    begin_transit,
+    count_taken,
+    end_transit,
+    enter_transit,
+    has_begun,
+    lacks_pages,
+    leave_transit,
+    take_within_chunk,
+    transit_ptr,
+)
+
+SPARED = tl.constexpr(4)  # pages of a batch that gets a spare when half of it is used
+FIRST_LOG2 = tl.constexpr(2)  # the first batch of a stripe is so much shorter than the longest,
+FIRST_SIZE_LOG2 = tl.constexpr(7)  # at least, for slots of 2**k bytes, 2**(k - 7) pages, or SPARED
+PLENTY = tl.constexpr(4)  # sixteenths of the heap: while stripes hold less, batches grow fast
+REFILLING = tl.constexpr(-1)  # stripe word without a batch and below zero: somebody refills
+# The same, with a page: nobody refills, because there are slots to be drawn.
+DRAWING = tl.constexpr((1 << 32) - 1)
+
+
+@triton.jit
+def unissued_slots(batch, credits, slots, lane):
+    """Of each page ``lane`` of a batch, how many slots no ticket was given for (int32).
+
+    Tickets go through a batch from its first page on, so what is left is at its end.
+    """
+    left = tl.maximum(credits, 0) - (batch - 1 - lane) * slots
+    return tl.minimum(tl.maximum(left, 0), slots)
+
+
+@triton.jit(noinline=True)
+def detach(heap, cls, word):
+    """Dissolve the batch of a stripe word that only the caller has; returns 0.
+
+    Unused credits go out of the account of its pages. The caller is in transit, and may end it
+    without a fence.
+    """
+    page, batch = stripe_place(word)
+    if batch > 0:
+        lane = tl.arange(0, 64)
+        credits = stripe_credits(word)
+        tl.atomic_add(heap + GRANTED + cls, -tl.maximum(credits, 0).to(tl.int64), sem="relaxed")
+        tl.atomic_add(heap + HELD, -batch.to(tl.int64), sem="relaxed")
+        unused = unissued_slots(batch, credits, class_slots(cls), lane)
+        change = (PUBLISHED - ATTACHED) - unused.to(tl.int64)
+        mine = lane < batch
+        at = page + tl.where(mine, lane, 0)
+        now = tl.atomic_add(page_word_ptr(heap, at), change, mask=mine, sem="relaxed") + change
+        # The flag before the hint, as in settle.
+        fence(heap + GRANTED + cls)
+        bit = tl.full((), 1, tl.int64) << (page >> 6 & 63).to(tl.int64)
+        tl.atomic_or(hint_ptr(heap, ORDERS + cls, page >> 6), bit, sem="relaxed")
+        idle = lane_bits(mine & is_idle(now))
+        if idle != 0:
+            state = (cls.to(tl.int64) << CLASS_SHIFT) + (SLAB + PUBLISHED)
+            settle(heap, page >> 6, idle << (page & 63).to(tl.int64), state)
+        # The hints before the end of the transit.
+        fence(heap + GRANTED + cls)
+    return page * 0
+
+
+@triton.jit(noinline=True)
+def renew(heap, cls, old, least):
+    """Make the pages at the front of a dry batch that are free again into a new batch.
+
+    ``old`` is a stripe word that only the caller has, who is in transit. Returns a stripe word for
+    the first k of its pages; or 0, and nothing has changed, if k is below ``least``. Tickets go
+    through a batch from the front, so that is where pages are free first.
+    """
+    lane = tl.arange(0, 64)
+    page, batch = stripe_place(old)
+    slots = class_slots(cls)
+    ptr = page_word_ptr(heap, page + tl.where(lane < batch, lane, 0))
+    words = atomic_load(ptr, lane < batch)
+    front = lowest_bit(lane_bits((lane < batch) & (page_out(words) == 0)) ^ -1)
+    result = tl.full((), 0, tl.int64)
+    if (front >= least) & (front > 0):
+        # Nothing is out, so nobody else changes these words.
+        tl.atomic_add(ptr, slots.to(tl.int64) + words * 0, mask=lane < front, sem="relaxed")
+        tl.atomic_add(heap + GRANTED + cls, (front * slots).to(tl.int64), sem="relaxed")
+        result = pack_stripe(page, front, front * slots)
+    return result
+
+
+@triton.jit(noinline=True)
+def open_pages(heap, cls, batch, used, state, takers):
+    """Take up to ``batch`` (1 to 64, int32) adjacent pages and make them slabs with ``state``
+    (int64) in their page words, of which the first ``used`` slots are out. Returns a stripe word
+    whose credits are those slots, or 0 if there is no page. ``takers`` as for the take. The
+    caller is in transit, unless all slots are used."""
+    page = tl.full((), -1, tl.int32)
+    while (page < 0) & (batch > 0):
+        page = take_within_chunk(heap, batch, takers)
+        if page < 0:
+            # (Shorter only if there is any page at all: a full heap is found full at once.)
+            batch = tl.where(lacks_pages(heap, batch * 0 + 1) != 0, 0, batch >> 1)
+    result = tl.full((), 0, tl.int64)
+    if page >= 0:
+        lane = tl.arange(0, 64)
+        slots = class_slots(cls)
+        used = tl.minimum(used, batch * slots)
+        out = tl.minimum(tl.maximum(used - lane * slots, 0), slots).to(tl.int64)
+        word = out + (cls.to(tl.int64) << CLASS_SHIFT) + (SLAB + state)
+        mine = lane < batch
+        ptr = page_word_ptr(heap, page + tl.where(mine, lane, 0))
+        was = tl.atomic_xchg(ptr, word, mask=mine, sem="relaxed")
+        if (state & PUBLISHED) != 0:
+            # The flag before the hint, as in settle.
+            fence(heap + GRANTED + cls)
+            bit = tl.full((), 1, tl.int64) << (page >> 6 & 63).to(tl.int64)
+            tl.atomic_or(hint_ptr(heap, ORDERS + cls, page >> 6), bit, sem="relaxed")
+        tl.atomic_add(heap + GRANTED + cls, used.to(tl.int64), sem="relaxed")
+        count_taken(heap, batch)
+        result = pack_stripe(page, batch, used)
+        if (state & ATTACHED) == 0:
+            # The page words before the live bits, or a wrong free could come between: whoever has
+            # slots has them from what the exchange returned, which is nothing (KIND_FREE). (Those
+            # of a batch have a fence between them: `install`.)
+            result = result | or_lanes(tl.where(mine, was, 0))
+    return result
+
+
+@triton.jit(noinline=True)
+def open_whole(heap, cls, need):
+    """As many pages as the caller's ``need`` slots fill, but at least one: a stripe word that
+    goes into no stripe, or 0. What the caller does not need of a single page can be drawn; pages
+    that it fills are hidden until something in them is freed."""
+    slots = class_slots(cls)
+    shared = need < slots
+    if shared:
+        enter_transit(heap)
+    batch = tl.minimum(tl.maximum(need // slots, 1), 32)
+    state = tl.where(shared, PUBLISHED, (cls * 0).to(tl.int64))
+    word = open_pages(heap, cls, batch, need, state, program_count())
+    if shared:
+        leave_transit(heap, (word != 0).to(tl.int32))
+    return word
+
+
+@triton.jit
+def announce(heap, stripe):
+    """Enter transit, without a fence, and look at what decides about a batch for ``stripe``, all by
+    one instruction. Returns the stripe word, its spare, how many pages a batch may have now, and
+    how many sixteenths of the heap stripes hold (int32). 0 pages, when more than half of what
+    stripes do not hold is taken, or all: time to pack rather than to spread.
+
+    While stripes hold less than half of the heap, batches are as long as may be; with every
+    sixteenth more, half as long. (With all classes in use, long ones would hoard most of it.) When
+    more than five eighths of the pages are taken they are short, or what a search has made others
+    give back would be hoarded again at once.
+    """
+    # (Not a list of five words: blocks have lengths that are powers of two.)
+    what = tl.arange(0, 8)
+    ptr = tl.where(what == 0, transit_ptr(heap).to(tl.int64), (heap + USED).to(tl.int64))
+    ptr = tl.where(what == 2, (heap + HELD).to(tl.int64), ptr)
+    ptr = tl.where(what == 3, stripe.to(tl.int64), ptr)
+    ptr = tl.where(what == 4, (stripe + SPARE).to(tl.int64), ptr)
+    ptr = ptr.to(tl.pointer_type(tl.int64))
+    change = tl.where(what == 0, IN_HAND, 0).to(tl.int64)
+    seen = tl.atomic_add(ptr, change, mask=what < 5, sem="relaxed")
+    pages = load_geometry(heap, G_PAGES).to(tl.int32)
+    longest = load_geometry(heap, G_MAX_BATCH).to(tl.int32)
+    used = pick(seen, 1).to(tl.int32)
+    held = pick(seen, 2).to(tl.int32)
+    share = (held.to(tl.float32) * 16 * reciprocal(pages.to(tl.float32))).to(tl.int32)
+    short = tl.minimum(longest, SPARED)
+    limit = tl.maximum(longest >> tl.maximum(share - 7, 0), short)
+    limit = tl.where(used * 8 > pages * 5, short, limit)
+    packs = ((used - held) * 2 > pages - held) | (used + short > pages)
+    limit = tl.where(packs, 0, limit)
+    return pick(seen, 3), pick(seen, 4), limit, share
+
+
+@triton.jit
+def next_length(cls, old, limit, share):
+    """How long the batch (int32) is to be that follows the one in stripe word ``old``, of class
+    ``cls``: twice as long, or four times until stripes hold a quarter of the heap (``share``: in
+    sixteenths), but not above ``limit``; and a power of two, for hints tell of such runs.
+
+    The first is a quarter of the longest; from an eighth of the heap on, half of that with every
+    sixteenth, down to some slots: classes that are little used stay small where there are many.
+    """
+    _page, batch = stripe_place(old)
+    log2 = floor_log2(tl.maximum(batch, 1)) + tl.where(share < PLENTY, 2, 1)
+    some = tl.maximum(1 << floor_log2(class_bytes(cls)) >> FIRST_SIZE_LOG2, SPARED)
+    quarter = limit >> FIRST_LOG2
+    first = tl.maximum(quarter >> tl.maximum(share - 1, 0), some)
+    first = tl.maximum(tl.minimum(first, quarter), tl.minimum(limit, 1))
+    return tl.where(batch > 0, tl.minimum(limit, (batch & 0) + 1 << log2), first)
+
+
+@triton.jit
+def open_batch(heap, cls, batch):
+    """A new batch for a stripe of class ``cls``, of up to ``batch`` pages (int32): a stripe word,
+    or 0. The caller is in transit."""
+    used = batch * class_slots(cls)
+    stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
+    word = open_pages(heap, cls, batch, used, (cls * 0).to(tl.int64) + ATTACHED, stripes)
+    _page, opened = stripe_place(word)
+    tl.atomic_add(heap + HELD, opened.to(tl.int64), sem="relaxed")
+    return word
+
+
+@triton.jit
+def own_stripe(heap, cls):
+    """The stripe of class ``cls`` that this program uses."""
+    return stripe_ptr(heap, cls, program_index() & (load_geometry(heap, G_STRIPES) - 1))
+
+
+@triton.jit
+def half_used(word, slots, count):
+    """Whether ``count`` tickets from stripe word ``word`` used up the first half of its batch, if
+    that is a long one: whoever sees that should :func:`prefetch`."""
+    _page, batch = stripe_place(word)
+    half = batch * slots >> 1
+    credits = stripe_credits(word)
+    return (batch >= SPARED) & (credits >= half) & (credits - count < half)
+
+
+@triton.jit(noinline=True)
+def install(heap, cls, ptr, word):
+    """Make ``word`` the stripe word or the spare at ``ptr``, of class ``cls``, and dissolve the
+    batch that was there; returns 0. The caller is in transit."""
+    # What the slots' former owners did, and our page words, before whoever takes a ticket.
+    fence(ptr)
+    return detach(heap, cls, tl.atomic_xchg(ptr, word, sem="relaxed"))
+
+
+@triton.jit
+def put_aside(heap, cls, stripe, word):
+    """Let the batch in ``word``, which only the caller has, be the spare of ``stripe``, unless
+    somebody else has put another there: then it is dissolved. The caller is in transit."""
+    _page, batch = stripe_place(word)
+    if batch > 0:
+        fence(stripe)
+        rests = word - tl.minimum(stripe_credits(word), 0).to(tl.int64)
+        word = tl.where(atomic_cas(stripe + SPARE, word & 0, rests) == 0, 0, word)
+        detach(heap, cls, word)
+
+
+@triton.jit(noinline=True)
+def swap(heap, cls, stripe, need):
+    """Make the spare of ``stripe``, which is dry, its batch, if one is ready, and keep up to
+    ``need`` slots of it for the caller (int32 scalars). Returns a stripe word of whose credits the
+    caller owns the first min(need, credits), or 0. The batch that is used up rests.
+
+    The usual refill, so it is short: few programs of a launch come here, and each has to wait for
+    instructions that no other has fetched."""
+    announced = begin_transit(heap)
+    place = atomic_load(stripe + SPARE)
+    # (Announced before anything is taken: by what the announcement returned.)
+    if (stripe_credits(place) > 0) & has_begun(announced):
+        if atomic_cas(stripe + SPARE, place, place & 0) == place:
+            # What the slots' former owners did, before whoever takes a ticket.
+            fence(stripe)
+            rest = place - tl.minimum(stripe_credits(place), need).to(tl.int64)
+            put_aside(heap, cls, stripe, tl.atomic_xchg(stripe, rest, sem="acquire"))
+        else:
+            place = place & 0
+    else:
+        place = place & 0
+    end_transit(heap, (place != 0).to(tl.int32))
+    return place
+
+
+@triton.jit(noinline=True)
+def refill(heap, cls, stripe, need):
+    """Give ``stripe``, of class ``cls``, which is dry and has no spare to :func:`swap`, a batch and
+    keep up to ``need`` slots of it for the caller (int32 scalars). Returns (place, pages): a stripe
+    word of whose credits the caller owns the first min(need, credits) and 0, or a draw, or 0 and 0.
+
+    The stripe is taken away from everybody first: its batches are then ours alone to renew or to
+    detach, and others that come by see it below zero. If the heap fills, slots of detached pages
+    are used before fresh pages are opened: then the stripe stays without a batch, and everybody
+    draws until somebody finds nothing. If not, the batch that is used up rests: if all of it is
+    free again when the next one is used up, it is renewed.
+    """
+    pages = tl.full((), 0, tl.int64)
+    _word, _spare, limit, share = announce(heap, stripe)
+    # Announced before anything is taken.
+    fence(stripe)
+    spare = tl.atomic_xchg(stripe + SPARE, pages, sem="acquire")
+    old = tl.atomic_xchg(stripe, tl.full((), REFILLING, tl.int64), sem="acquire")
+    # A short batch that is renewed and renewed never grows: it is replaced by a longer one, or put
+    # beside another.
+    least_renewed = tl.where(spare != 0, tl.minimum(limit, SPARED), SPARED)
+    least_renewed = tl.where(limit == 0, 1, least_renewed)
+    # (0 if the heap fills: then slots are drawn, nothing rests, and what is opened is one page.)
+    length = next_length(cls, old, limit, share)
+    # (Credits that others have found meanwhile are kept.)
+    place = tl.where(stripe_credits(spare) > 0, spare, 0)
+    place = tl.where(stripe_credits(old) > 0, old, place)
+    aside = tl.where(stripe_credits(old) > 0, spare, old)
+    if place == 0:
+        # What was used up longest ago: the one that rests, if there is one.
+        rested = tl.where(spare != 0, spare, old)
+        page, batch = stripe_place(rested)
+        if batch >= least_renewed:
+            # (Where not all of it is free, a longer one is better, if there may be one.)
+            least = tl.where(limit >= batch, batch, batch + 1 >> 1)
+            place = renew(heap, cls, rested, least)
+        # What is not renewed of it is dissolved, unless it is the old one, which may rest now.
+        _page, kept = stripe_place(place)
+        aside = tl.where((place != 0) & (spare == 0), 0, old)
+        lost = pack_stripe(page + kept, batch - kept, kept * 0)
+        detach(heap, cls, tl.where((place == 0) & (spare == 0), 0, lost))
+        if (place == 0) & (need > 0) & (length == 0):
+            place, pages = draw(heap, cls, need, need * 0 + 2)
+        if (place | pages) == 0:
+            place = open_batch(heap, cls, tl.maximum(length, 1))
+    mine = tl.minimum(tl.maximum(stripe_credits(place), 0), need)
+    install(heap, cls, stripe, tl.where(pages != 0, DRAWING, place - mine.to(tl.int64)))
+    if (pages == 0) & (length > 0):
+        put_aside(heap, cls, stripe, aside)
+    else:
+        detach(heap, cls, aside)
+    # (What was put, was put by atomics that have returned what decided a branch.)
+    end_transit(heap, need * 0 + 1)
+    return place, pages
+
+
+@triton.jit(noinline=True)
+def prefetch(heap, cls, stripe):
+    """Have a spare batch ready for ``stripe``, of class ``cls`` (int32 scalar), whose batch is half
+    used; returns 0. The one that rests, if all of it is free again. If its first page is and its
+    last is not, it is left alone: mostly it will be free when it is needed. Or else a new one, if
+    there may be one: then what rests is dissolved. (That goes also for one that is too short while
+    there is plenty, or the batches of a stripe would never grow.)"""
+    ptr = stripe + SPARE
+    word, spare, limit, share = announce(heap, stripe)
+    _page, batch = stripe_place(word)
+    first, rested = stripe_place(spare)
+    # (Announced before anything is taken: by what the announcement returned.)
+    ready = tl.full((), 0, tl.int64)
+    length = next_length(cls, word, limit, share)
+    if (batch > 0) & (stripe_credits(spare) <= 0):
+        ptr_first = page_word_ptr(heap, first)
+        begun = page_out(atomic_load(ptr_first))
+        done = page_out(atomic_load(ptr_first + tl.maximum(rested - 1, 0)))
+        serves = (rested > 0) & ((rested >= length) | (share >= PLENTY))
+        if serves & (begun == 0):
+            if done == 0:
+                ready = tl.atomic_xchg(ptr, ready, sem="acquire")
+                if stripe_credits(ready) <= 0:
+                    _page, rested = stripe_place(ready)
+                    renewed = renew(heap, cls, ready, rested)
+                    ready = tl.where(renewed != 0, renewed, ready)
+        elif limit > 0:
+            ready = open_batch(heap, cls, length)
+        if ready != 0:
+            install(heap, cls, ptr, ready)
+    end_transit(heap, (ready != 0).to(tl.int32))
+    return cls * 0
