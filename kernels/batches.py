@@ -189,9 +189,10 @@ def open_whole(heap, cls, need):
 @triton.jit
 def announce(heap, stripe):
     """Enter transit, without a fence, and look at what decides about a batch for ``stripe``, all by
-    one instruction. Returns the stripe word, its spare, how many pages a batch may have now, and
-    how many sixteenths of the heap stripes hold (int32). 0 pages, when more than half of what
-    stripes do not hold is taken, or all: time to pack rather than to spread.
+    one instruction. Returns the stripe word, its spare, and (int32) how many pages a batch may have
+    now, how many sixteenths of the heap stripes hold, and in how many chunks, from the front of the
+    heap, to look for pages. A batch may have 0 pages when more than half of what stripes do not
+    hold is taken, or all: time to pack rather than to spread.
 
     While stripes hold less than half of the heap, batches are as long as may be; with every
     sixteenth more, half as long. (With all classes in use, long ones would hoard most of it.) When
@@ -217,7 +218,10 @@ def announce(heap, stripe):
     limit = tl.where(used * 8 > pages * 5, short, limit)
     packs = ((used - held) * 2 > pages - held) | (used + short > pages)
     limit = tl.where(packs, 0, limit)
-    return pick(seen, 3), pick(seen, 4), limit, share
+    # Half as many chunks again as what is taken would fill, and one for each stripe: who open
+    # batches at the same time are to find chunks of their own.
+    front = ((used >> 6) * 3 >> 1) + load_geometry(heap, G_STRIPES).to(tl.int32)
+    return pick(seen, 3), pick(seen, 4), limit, share, front
 
 
 @triton.jit
@@ -239,12 +243,11 @@ def next_length(cls, old, limit, share):
 
 
 @triton.jit
-def open_batch(heap, cls, batch):
-    """A new batch for a stripe of class ``cls``, of up to ``batch`` pages (int32): a stripe word,
-    or 0. The caller is in transit."""
+def open_batch(heap, cls, batch, front):
+    """A new batch for a stripe of class ``cls``, of up to ``batch`` pages (int32), first looked for
+    in ``front`` chunks: a stripe word, or 0. The caller is in transit."""
     used = batch * class_slots(cls)
-    stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
-    word = open_pages(heap, cls, batch, used, (cls * 0).to(tl.int64) + ATTACHED, stripes)
+    word = open_pages(heap, cls, batch, used, (cls * 0).to(tl.int64) + ATTACHED, front)
     _page, opened = stripe_place(word)
     tl.atomic_add(heap + HELD, opened.to(tl.int64), sem="relaxed")
     return word
@@ -325,7 +328,7 @@ def refill(heap, cls, stripe, need):
     free again when the next one is used up, it is renewed.
     """
     pages = tl.full((), 0, tl.int64)
-    _word, _spare, limit, share = announce(heap, stripe)
+    _word, _spare, limit, share, front = announce(heap, stripe)
     # Announced before anything is taken.
     fence(stripe)
     spare = tl.atomic_xchg(stripe + SPARE, pages, sem="acquire")
@@ -356,7 +359,7 @@ def refill(heap, cls, stripe, need):
         if (place == 0) & (need > 0) & (length == 0):
             place, pages = draw(heap, cls, need, need * 0 + 2)
         if (place | pages) == 0:
-            place = open_batch(heap, cls, tl.maximum(length, 1))
+            place = open_batch(heap, cls, tl.maximum(length, 1), front)
     mine = tl.minimum(tl.maximum(stripe_credits(place), 0), need)
     install(heap, cls, stripe, tl.where(pages != 0, DRAWING, place - mine.to(tl.int64)))
     if (pages == 0) & (length > 0):
@@ -376,7 +379,7 @@ def prefetch(heap, cls, stripe):
     there may be one: then what rests is dissolved. (That goes also for one that is too short while
     there is plenty, or the batches of a stripe would never grow.)"""
     ptr = stripe + SPARE
-    word, spare, limit, share = announce(heap, stripe)
+    word, spare, limit, share, front = announce(heap, stripe)
     _page, batch = stripe_place(word)
     first, rested = stripe_place(spare)
     # (Announced before anything is taken: by what the announcement returned.)
@@ -395,7 +398,7 @@ def prefetch(heap, cls, stripe):
                     renewed = renew(heap, cls, ready, rested)
                     ready = tl.where(renewed != 0, renewed, ready)
         elif limit > 0:
-            ready = open_batch(heap, cls, length)
+            ready = open_batch(heap, cls, length, front)
         if ready != 0:
             install(heap, cls, ptr, ready)
     end_transit(heap, (ready != 0).to(tl.int32))

@@ -31,12 +31,13 @@ def await_kernel(heap, found, CLS: tl.constexpr, NEED: tl.constexpr, KNOWN: tl.c
 @triton.jit
 def announce_kernel(heap, found, CLS: tl.constexpr):
     stripe = batches.own_stripe(heap, tl.program_id(0) * 0 + CLS)
-    word, spare, limit, share = batches.announce(heap, stripe)
+    word, spare, limit, share, front = batches.announce(heap, stripe)
     pages.end_transit(heap, limit * 0)
     tl.store(found, word)
     tl.store(found + 1, spare)
     tl.store(found + 2, limit.to(tl.int64))
     tl.store(found + 3, share.to(tl.int64))
+    tl.store(found + 4, front.to(tl.int64))
 
 
 def drawing_word(credits: int) -> int:
@@ -152,9 +153,9 @@ def test_batches_are_short_when_much_is_held_or_taken(
         heap.handle[layout.HELD.value] = held
         heap.handle[stripe] = 12
         heap.handle[stripe + layout.SPARE.value] = 34
-        found = torch.full((4,), -1, dtype=torch.int64, device=DEVICE)
+        found = torch.full((5,), -1, dtype=torch.int64, device=DEVICE)
         announce_kernel[(1,)](heap.handle, found, CLS=CLASS)
-        assert found.tolist() == [12, 34, limit, share]
+        assert found.tolist() == [12, 34, limit, share, used // 64 * 3 // 2 + 64]
         assert heap.handle[layout.USED.value] == used, "only looked at"
         assert heap.handle[layout.HELD.value] == held
         heap.reset()
@@ -162,10 +163,10 @@ def test_batches_are_short_when_much_is_held_or_taken(
 
 def test_a_small_heap_packs_when_half_of_it_is_taken() -> None:
     with Heap(32 * PAGE_BYTES) as heap:
-        found = torch.full((4,), -1, dtype=torch.int64, device=DEVICE)
+        found = torch.full((5,), -1, dtype=torch.int64, device=DEVICE)
         announce_kernel[(1,)](heap.handle, found, CLS=CLASS)
-        assert found.tolist() == [0, 0, heap._geometry.max_batch, 0]
+        assert found.tolist() == [0, 0, heap._geometry.max_batch, 0, 1]
         heap.handle[layout.USED.value] = 17
         announce_kernel[(1,)](heap.handle, found, CLS=CLASS)
-        assert found.tolist() == [0, 0, 0, 0]
+        assert found.tolist() == [0, 0, 0, 0, 1]
         heap.reset()
