@@ -77,7 +77,8 @@ class Snapshot:
 @dataclass(frozen=True)
 class Geometry:
     """Where the tables of a control block of `pages` pages lie (in words), and how many stripes
-    and how long batches it has. Small heaps have few stripes, so that little is set aside."""
+    and how long batches it has. Small heaps have few stripes and short batches: the batches of one
+    class, and their spares, are to leave half of the heap."""
 
     pages: int
     stripes: int

@@ -4,7 +4,7 @@ The argument is in ``slabs``, with the account (A) and the order of what happens
 
 Shared words and their writers
     *Stripe word* (class, stripe): swap, refill and install exchange it. (Tickets are subtracted in
-    ``heap``; ``slabs`` takes duties and flushes.)
+    ``heap``; ``slabs`` takes duties, and its flush exchanges both words.)
     *Spare* (class, stripe): swap and put_aside compare and swap it, refill, prefetch and install
     exchange it. It is ready, with all its credits (or those that two refills at once left of
     them), or it is used up and rests: then it has none. Its pages are attached in both cases.
@@ -59,8 +59,8 @@ from .pages import (
 )
 
 SPARED = tl.constexpr(4)  # pages of a batch that gets a spare when half of it is used
-FIRST_LOG2 = tl.constexpr(2)  # the first batch of a stripe is so much shorter than the longest,
-FIRST_SIZE_LOG2 = tl.constexpr(7)  # at least, for slots of 2**k bytes, 2**(k - 7) pages, or SPARED
+FIRST_LOG2 = tl.constexpr(2)  # the first batch of a stripe is so much shorter than the longest
+FIRST_SIZE_LOG2 = tl.constexpr(7)  # but has 2**(k - 7) pages for slots of 2**k bytes, or SPARED
 PLENTY = tl.constexpr(4)  # sixteenths of the heap: while stripes hold less, batches grow fast
 REFILLING = tl.constexpr(-1)  # stripe word without a batch and below zero: somebody refills
 # The same, with a page: nobody refills, because there are slots to be drawn.
@@ -132,13 +132,14 @@ def renew(heap, cls, old, least):
 
 
 @triton.jit(noinline=True)
-def open_pages(heap, cls, batch, used, state, takers):
-    """Take up to ``batch`` (1 to 64, int32) adjacent pages and make them slabs with ``state``
-    (int64) in their page words, of which the first ``used`` slots are out. Returns a stripe word
-    whose credits are those slots, or 0 if there is no page. ``takers`` as for the take. The
-    caller is in transit, unless all slots are used."""
+def open_pages(heap, cls, batch, least, used, state, takers):
+    """Take up to ``batch`` (1 to 64, int32) adjacent pages, or half or a quarter and so on, but not
+    fewer than ``least``, and make them slabs with ``state`` (int64) in their page words, of which
+    the first ``used`` slots are out. Returns a stripe word whose credits are those slots, or 0 if
+    there are no such pages. ``takers`` as for the take. The caller is in transit, unless all slots
+    are used."""
     page = tl.full((), -1, tl.int32)
-    while (page < 0) & (batch > 0):
+    while (page < 0) & (batch >= least):
         page = take_within_chunk(heap, batch, takers)
         if page < 0:
             # (Shorter only if there is any page at all: a full heap is found full at once.)
@@ -180,7 +181,7 @@ def open_whole(heap, cls, need):
         enter_transit(heap)
     batch = tl.minimum(tl.maximum(need // slots, 1), 32)
     state = tl.where(shared, PUBLISHED, (cls * 0).to(tl.int64))
-    word = open_pages(heap, cls, batch, need, state, program_count())
+    word = open_pages(heap, cls, batch, need * 0 + 1, need, state, program_count())
     if shared:
         leave_transit(heap, (word != 0).to(tl.int32))
     return word
@@ -218,8 +219,8 @@ def announce(heap, stripe):
     limit = tl.where(used * 8 > pages * 5, short, limit)
     packs = ((used - held) * 2 > pages - held) | (used + short > pages)
     limit = tl.where(packs, 0, limit)
-    # Half as many chunks again as what is taken would fill, and one for each stripe: who open
-    # batches at the same time are to find chunks of their own.
+    # Half as many chunks again as what is taken would fill, and one for each stripe: programs that
+    # open batches at the same time are to find chunks of their own. (For a single page, fewer do.)
     front = ((used >> 6) * 3 >> 1) + load_geometry(heap, G_STRIPES).to(tl.int32)
     return pick(seen, 3), pick(seen, 4), limit, share, front
 
@@ -243,11 +244,11 @@ def next_length(cls, old, limit, share):
 
 
 @triton.jit
-def open_batch(heap, cls, batch, front):
-    """A new batch for a stripe of class ``cls``, of up to ``batch`` pages (int32), first looked for
-    in ``front`` chunks: a stripe word, or 0. The caller is in transit."""
+def open_batch(heap, cls, batch, least, front):
+    """A new batch for a stripe of class ``cls``, of up to ``batch`` pages, but at least ``least``
+    (int32), first looked for in ``front`` chunks: a stripe word, or 0. The caller is in transit."""
     used = batch * class_slots(cls)
-    word = open_pages(heap, cls, batch, used, (cls * 0).to(tl.int64) + ATTACHED, front)
+    word = open_pages(heap, cls, batch, least, used, (cls * 0).to(tl.int64) + ATTACHED, front)
     _page, opened = stripe_place(word)
     tl.atomic_add(heap + HELD, opened.to(tl.int64), sem="relaxed")
     return word
@@ -359,7 +360,7 @@ def refill(heap, cls, stripe, need):
         if (place == 0) & (need > 0) & (length == 0):
             place, pages = draw(heap, cls, need, need * 0 + 2)
         if (place | pages) == 0:
-            place = open_batch(heap, cls, tl.maximum(length, 1), front)
+            place = open_batch(heap, cls, tl.maximum(length, 1), need * 0 + 1, front)
     mine = tl.minimum(tl.maximum(stripe_credits(place), 0), need)
     install(heap, cls, stripe, tl.where(pages != 0, DRAWING, place - mine.to(tl.int64)))
     if (pages == 0) & (length > 0):
@@ -376,29 +377,30 @@ def prefetch(heap, cls, stripe):
     """Have a spare batch ready for ``stripe``, of class ``cls`` (int32 scalar), whose batch is half
     used; returns 0. The one that rests, if all of it is free again. If its first page is and its
     last is not, it is left alone: mostly it will be free when it is needed. Or else a new one, if
-    there may be one: then what rests is dissolved. (That goes also for one that is too short while
-    there is plenty, or the batches of a stripe would never grow.)"""
+    there may be one: then what rests is dissolved. (While there is plenty, a longer one is better
+    than one that rests, or the batches of a stripe would never grow.)"""
     ptr = stripe + SPARE
     word, spare, limit, share, front = announce(heap, stripe)
     _page, batch = stripe_place(word)
     first, rested = stripe_place(spare)
     # (Announced before anything is taken: by what the announcement returned.)
     ready = tl.full((), 0, tl.int64)
-    length = next_length(cls, word, limit, share)
     if (batch > 0) & (stripe_credits(spare) <= 0):
         ptr_first = page_word_ptr(heap, first)
         begun = page_out(atomic_load(ptr_first))
         done = page_out(atomic_load(ptr_first + tl.maximum(rested - 1, 0)))
-        serves = (rested > 0) & ((rested >= length) | (share >= PLENTY))
-        if serves & (begun == 0):
-            if done == 0:
-                ready = tl.atomic_xchg(ptr, ready, sem="acquire")
-                if stripe_credits(ready) <= 0:
-                    _page, rested = stripe_place(ready)
-                    renewed = renew(heap, cls, ready, rested)
-                    ready = tl.where(renewed != 0, renewed, ready)
-        elif limit > 0:
-            ready = open_batch(heap, cls, length, front)
+        serves = (rested > 0) & (begun == 0)
+        free = serves & (done == 0)
+        if (limit > 0) & ((serves == 0) | (free & (share < PLENTY))):
+            least = tl.where(free, rested + 1, 1)
+            length = next_length(cls, word, limit, share)
+            ready = open_batch(heap, cls, length, least, front)
+        if free & (ready == 0):
+            ready = tl.atomic_xchg(ptr, ready, sem="acquire")
+            if stripe_credits(ready) <= 0:
+                _page, rested = stripe_place(ready)
+                renewed = renew(heap, cls, ready, rested)
+                ready = tl.where(renewed != 0, renewed, ready)
         if ready != 0:
             install(heap, cls, ptr, ready)
     end_transit(heap, (ready != 0).to(tl.int32))

@@ -120,7 +120,7 @@ def run_starts(x, n):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x of a float in [1, 2**16), at most 2**-23 of it wrong.
+    """1 / x of a float in [1, 2**24), at most 2**-23 of it wrong.
 
     On CUDA by one instruction: a division must also be right where ``x`` is very small or large.
     """

@@ -159,6 +159,27 @@ def test_a_short_batch_that_rests_is_replaced_while_there_is_plenty(
     heap.audit()
 
 
+def test_where_there_is_no_longer_one_a_batch_that_rests_is_renewed() -> None:
+    """Between pages that are in use there are four at most, although there is plenty of them."""
+    pages = 1024
+    with Heap(pages * PAGE_BYTES) as heap:
+        every = heap.malloc([PAGE_BYTES] * pages)
+        stays = (every - heap.base) // PAGE_BYTES % 5 == 0
+        heap.free(every[~stays])
+        live = [take(heap)]
+        while not (spare(heap).is_resting and spare(heap).length == 4):
+            live.append(take(heap))
+        assert batch(heap).length == 4 < heap._geometry.max_batch
+        free_lanes(heap, torch.cat(live))
+        resting, had = spare(heap), held(heap)
+        prefetch_kernel[(1,)](heap.handle, CLS=CLASS, HELD=0)
+        assert spare(heap) == Batch(resting.page, 4, 4 * SLOTS)
+        assert held(heap) == had
+        heap.audit()
+        heap.free(every[stays])
+        assert_whole_capacity(heap)
+
+
 @triton.jit
 def prefetch_kernel(heap, CLS: tl.constexpr, HELD: tl.constexpr):
     """Have a spare ready, as if stripes held so many pages more."""
@@ -262,19 +283,52 @@ def test_whoever_finds_nothing_left_takes_the_spare(heap: Heap) -> None:
     free_lanes(heap, torch.cat([live, addrs]))
 
 
-def test_a_spare_that_is_not_ready_stays() -> None:
-    with Heap(PAGES * PAGE_BYTES) as heap:
-        live = use_up_a_long_one(heap)
-        before = heap.handle.clone()
-        swap_kernel[(1,)](heap.handle, CLS=CLASS)
-        assert torch.equal(heap.handle, before), "nothing was put back, and nothing is in hand"
-        free_lanes(heap, live)
+def swap_at_once(heap: Heap, need: int) -> int:
+    """Swap, and keep so many slots: how many credits the word has that came back."""
+    found = torch.full((1,), -1, dtype=torch.int64, device=DEVICE)
+    swap_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=need)
+    return int(found[0].to(torch.int32))
+
+
+def test_a_spare_becomes_the_batch(heap: Heap) -> None:
+    live = ready_spare(heap)
+    old, new = batch(heap), spare(heap)
+    assert swap_at_once(heap, 0) == new.credits
+    assert (batch(heap), spare(heap)) == (new, old)
+    heap.audit()
+    free_lanes(heap, live)
+
+
+@pytest.mark.parametrize(("credits", "need", "left"), [(5, 3, 2), (3, 3, 0), (1, 3, 0)])
+def test_what_is_kept_of_a_spare_is_nobody_elses(
+    heap: Heap, credits: int, need: int, left: int
+) -> None:
+    """Two refills at once may leave a part of a spare, even less than is needed."""
+    live = ready_spare(heap)
+    before = heap.handle.clone()
+    at = layout.STRIPES.value + CLASS * 64 * layout.STRIPE_STRIDE.value + layout.SPARE.value
+    heap.handle[at] -= spare(heap).credits - credits
+    assert swap_at_once(heap, need) == credits
+    assert batch(heap).credits == left
+    assert int(heap.handle[at - layout.SPARE.value].to(torch.int32)) == left, "not below zero"
+    heap.handle.copy_(before)
+    heap.audit()
+    free_lanes(heap, live)
+
+
+def test_a_spare_that_is_not_ready_stays(heap: Heap) -> None:
+    live = use_up_a_long_one(heap)
+    before = heap.handle.clone()
+    assert swap_at_once(heap, 1) == 0
+    assert torch.equal(heap.handle, before), "nothing was put back, and nothing is in hand"
+    free_lanes(heap, live)
 
 
 @triton.jit
-def swap_kernel(heap, CLS: tl.constexpr):
+def swap_kernel(heap, found, CLS: tl.constexpr, NEED: tl.constexpr):
     zero = tl.program_id(0) * 0
-    batches.swap(heap, zero + CLS, batches.own_stripe(heap, zero + CLS), zero)
+    stripe = batches.own_stripe(heap, zero + CLS)
+    tl.store(found, batches.swap(heap, zero + CLS, stripe, zero + NEED))
 
 
 @pytest.mark.parametrize(

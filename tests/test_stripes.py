@@ -16,14 +16,16 @@ LEAST = -(1 << 31)  # credits
 
 
 @triton.jit
-def await_kernel(heap, found, CLS: tl.constexpr, NEED: tl.constexpr, KNOWN: tl.constexpr):
+def await_kernel(
+    heap, found, CLS: tl.constexpr, NEED: tl.constexpr, KNOWN: tl.constexpr, DUTY: tl.constexpr
+):
     """Wait at a stripe from which we subtracted, or of which we know only that it is dry."""
     zero = tl.program_id(0) * 0
     word = tl.full((), batches.REFILLING, tl.int64)
     if KNOWN:
         word = tl.atomic_add(batches.own_stripe(heap, zero + CLS), -word * 0 - NEED) - NEED
     stripe = batches.own_stripe(heap, zero + CLS)
-    place, duty = slabs.await_slots(heap, zero + CLS, stripe, zero + NEED, word, zero)
+    place, duty = slabs.await_slots(heap, zero + CLS, stripe, zero + NEED, word, zero + DUTY)
     tl.store(found, place)
     tl.store(found + 1, duty.to(tl.int64))
 
@@ -60,7 +62,7 @@ def test_a_large_debt_is_brought_back(credits: int, known: bool) -> None:
         word = stripe_word(heap)
         word.fill_(drawing_word(credits))
         found = torch.full((2,), -1, dtype=torch.int64, device=DEVICE)
-        await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5, KNOWN=known)
+        await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5, KNOWN=known, DUTY=0)
         assert word.tolist() == [drawing_word(-1)]
         assert found.tolist() == [0, 0], "neither slots nor a duty: there may be some to be drawn"
 
@@ -74,7 +76,7 @@ def test_a_small_debt_is_left_alone(credits: int, known: bool) -> None:
         word = stripe_word(heap)
         word.fill_(drawing_word(credits))
         found = torch.full((2,), -1, dtype=torch.int64, device=DEVICE)
-        await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5, KNOWN=known)
+        await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5, KNOWN=known, DUTY=0)
         assert word.tolist() == [drawing_word(credits - 5 * known)]
         assert found.tolist() == [0, 0]
 
@@ -86,9 +88,18 @@ def test_the_debt_of_a_refill_is_left_alone(known: bool) -> None:
         word = stripe_word(heap)
         word.fill_(batches.REFILLING.value - slabs.MAX_DEBT.value - 5)
         found = torch.full((2,), -1, dtype=torch.int64, device=DEVICE)
-        await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5, KNOWN=known)
+        await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5, KNOWN=known, DUTY=0)
         assert word.tolist() == [batches.REFILLING.value - slabs.MAX_DEBT.value - 5 - 5 * known]
         assert found.tolist() == [0, 0]
+
+
+def test_the_duty_to_refill_is_kept_where_no_spare_is_ready() -> None:
+    with Heap(32 * PAGE_BYTES) as heap:
+        found = torch.full((2,), -1, dtype=torch.int64, device=DEVICE)
+        await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5, KNOWN=True, DUTY=1)
+        assert found.tolist() == [0, 1]
+        assert stripe_word(heap).tolist() == [-5], "nobody has refilled it"
+        stripe_word(heap).zero_()
 
 
 @pytest.mark.parametrize("lanes", [1, 64] if not ON_GPU else [1, 64, 1024, 2048])

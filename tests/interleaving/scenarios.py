@@ -365,6 +365,17 @@ ALL = (
         ),
         plan=directed(Turn(0, "swap", 5), Turn(2), Turn(1), Turn(0), Turn(1)),
     ),
+    # Blocks use up a batch, and its spare. Meanwhile another wants pages.
+    Scenario(
+        "blocks_swap",
+        pages=16,
+        script=(
+            (malloc_lanes(0, THIRD), malloc_lanes(4, THIRD)),
+            (malloc_lanes(8, THIRD), malloc_lanes(12, THIRD), free_lanes(12)),
+            (malloc(16, 8 * PAGE), free(16)),
+        ),
+        plan=mostly(20),
+    ),
     # Program 2 sees an idle batch; 0 refills the stripe and is about to install what it opened; 2
     # exchanges what it takes for the batch; so 1 finds the stripe without a refiller and installs
     # a batch as well.
