@@ -161,7 +161,7 @@ def test_a_short_batch_that_rests_is_replaced_while_there_is_plenty(
 
 def test_where_there_is_no_longer_one_a_batch_that_rests_is_renewed() -> None:
     """Between pages that are in use there are four at most, although there is plenty of them."""
-    pages = 1024
+    pages = 256
     with Heap(pages * PAGE_BYTES) as heap:
         every = heap.malloc([PAGE_BYTES] * pages)
         stays = (every - heap.base) // PAGE_BYTES % 5 == 0

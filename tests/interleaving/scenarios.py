@@ -374,7 +374,7 @@ ALL = (
             (malloc_lanes(8, THIRD), malloc_lanes(12, THIRD), free_lanes(12)),
             (malloc(16, 8 * PAGE), free(16)),
         ),
-        plan=mostly(20),
+        plan=mostly(8),
     ),
     # Program 2 sees an idle batch; 0 refills the stripe and is about to install what it opened; 2
     # exchanges what it takes for the batch; so 1 finds the stripe without a refiller and installs
