@@ -137,7 +137,8 @@ def malloc_any(heap, nbytes, active):
         if is_block(nbytes):
             # (A scalar waits further down, where it costs fewer registers.)
             if stripe_credits(word) <= 0:
-                # (Where everybody draws, nobody refills: somebody has to take that duty.)
+                # (Where everybody draws, nobody refills: somebody has to take that duty. And whose
+                # it is, the first to find no credit left, must refill: others wait for that.)
                 whole = (count >= slots_of(size) * DRY_PAGES) & (is_drawing(word) == 0)
                 whole = whole & (duty == 0)
                 if whole == 0:

@@ -16,7 +16,7 @@ by a free that will subtract it. Slots are promised in three ways:
 Shared words and their writers
     *Stripe word* (class, stripe): malloc subtracts credits; a refill or a flush exchanges it; who
     makes a refill its duty (take_duty) compares and swaps it.
-    *Spare* (class, stripe): a refill (``batches``) or a flush exchanges or compares and swaps it.
+    *Spare* (class, stripe): ``batches`` exchanges or compares and swaps it; a flush exchanges it.
     *Page word*: free subtracts; ``batches`` and ``detached`` change the state.
     *Class hint*: row ORDERS + class, a bit per chunk. PUBLISHED in a page word promises it.
 Linearisation
@@ -183,10 +183,10 @@ def find_slots(heap, cls, stripe, need, state):
     waited for tickets, or tried to get whole pages, and want more; 0: neither. Returns (place,
     pages), as :func:`refill` does.
 
-    First at that stripe, if we have not waited there; then everywhere, until something
-    is found or two passes were quiet (nothing found, nothing put back, nothing in hand): then both
-    are 0, the memory is exhausted. Two, because a slot freed into an attached page behind our back
-    is found by the second.
+    First at that stripe, if we have not waited there; then everywhere, until something is found or
+    two passes were quiet (nothing found, nothing put back, nothing in hand): then both are 0, the
+    memory is exhausted. Two, because a slot freed into an attached page behind our back is found by
+    the second.
     """
     place = tl.full((), 0, tl.int64)
     pages = tl.full((), 0, tl.int64)
