@@ -33,19 +33,20 @@ class CountingSource:
         if number == self.fail_at:
             raise OutOfMemory("injected")
         address = self.inner.allocate(nbytes, stream)
-        assert address not in self.live
-        self.live[address] = nbytes
+        self._note(address, nbytes)
         return address
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
-        known = self.live.pop(address, None)
-        try:
-            self.inner.free(address, nbytes, stream)
-        except BaseException:
-            if known is not None:
-                self.live[address] = known
-            raise
-        assert known == nbytes, "free gets what allocate gave"
+        self.inner.free(address, nbytes, stream)
+        self._note(address, -nbytes)
+
+    def _note(self, address: int, change: int) -> None:
+        """Afterwards, for only the source beneath knows which of several racing frees won; a sum,
+        for by then another thread may have been given the same address."""
+        with self._lock:
+            left = self.live.pop(address, 0) + change
+            if left:
+                self.live[address] = left
 
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
         return self.inner.view(segment, offset, nbytes)

@@ -263,25 +263,28 @@ def test_a_double_free_race_has_one_winner(source: Source) -> None:
     """Of several threads that free one allocation, one succeeds and the others are refused."""
     for _ in range(30):
         address = source.allocate(5000)
-        outcomes: list[bool] = []
+        outcomes: list[object] = []
         start = threading.Barrier(3)
 
         def free(
             address: int = address,
-            outcomes: list[bool] = outcomes,
+            outcomes: list[object] = outcomes,
             start: threading.Barrier = start,
         ) -> None:
             start.wait()
             try:
                 source.free(address, 5000)
-            except InvalidFree:
-                outcomes.append(False)
+            except Exception as error:
+                outcomes.append(error)
             else:
-                outcomes.append(True)
+                outcomes.append("freed")
 
         threads = [threading.Thread(target=free) for _ in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert sorted(outcomes) == [False, False, True]
+        assert not any(thread.is_alive() for thread in threads)
+        assert len(outcomes) == 3, outcomes
+        assert outcomes.count("freed") == 1, outcomes
+        assert sum(isinstance(each, InvalidFree) for each in outcomes) == 2, outcomes

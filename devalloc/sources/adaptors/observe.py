@@ -141,6 +141,7 @@ class TrackingAdaptor(Adaptor):
             raise InvalidArgument(f"a number of frames is 0 or more, not {frames}")
         self.frames = frames
         self._out: dict[int, Outstanding] = {}
+        self._lock = threading.RLock()
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
         address = super().allocate(nbytes, stream)
@@ -150,18 +151,18 @@ class TrackingAdaptor(Adaptor):
             stack = traceback.StackSummary.extract(walk, limit=self.frames, lookup_lines=False)
             stack.reverse()
         thread = threading.get_ident()
-        self._out[address] = Outstanding(address, nbytes, stream, thread, stack)
+        entry = Outstanding(address, nbytes, stream, thread, stack)
+        with self._lock:
+            self._out[address] = entry
         return address
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
-        # Struck first: once the memory is back, another thread may get the same address.
-        known = self._out.pop(address, None)
-        try:
-            super().free(address, nbytes, stream)
-        except BaseException:
-            if known is not None:
-                self._out[address] = known
-            raise
+        known = self._out.get(address)
+        super().free(address, nbytes, stream)
+        # Only if it is still the same: another thread may have got the address again by now.
+        with self._lock:
+            if self._out.get(address) is known:
+                self._out.pop(address, None)
 
     @property
     def outstanding_bytes(self) -> int:
