@@ -113,8 +113,9 @@ def collect(heap):
     """The sum of all epochs, or -1 while anything is in hand.
 
     Epochs only grow, so two equal sums with nothing in hand mean that between the two calls no
-    memory was put back or in transit: what a search in between did not find was not there. That
-    is the linearisation point of a failed malloc.
+    memory was put back or in transit, but by frees that have not returned (``shelf``): what a
+    search in between did not find was not there. That is the linearisation point of a failed
+    malloc.
     """
     lane = tl.arange(0, TRANSIT_STRIPES)
     fence(heap + TRANSIT)
