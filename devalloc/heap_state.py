@@ -282,7 +282,7 @@ class State:
     def _shelved_counted(self) -> int:
         start, step = layout.TRANSIT.value + layout.SHELVED.value, layout.TRANSIT_STRIDE.value
         end = layout.TRANSIT.value + layout.TRANSIT_STRIPES.value * step
-        return int(self.table[start:end:step].sum())
+        return int((self.table[start:end:step] & 0xFFFFFFFF).sum())
 
     def largest_free(self) -> int:
         """Bytes of the largest request that would succeed now."""

@@ -10,7 +10,8 @@ Shared words and their writers
     *Place*: 0, or pages with their use: in the form of a stripe word, with the use in place of the
     credits. put and take compare and swap it, a flush exchanges it.
     *SHELVED*: how many pages lie at every 32nd place. put adds before its swap, take and flush
-    subtract after theirs, so it is never too low.
+    subtract after theirs, so it is never too low. A bit in all of them closes the shelf: set by a
+    search that would fail, cleared by who was not let in and sees that there are pages again.
     *Page word*: who clears a place exchanges those of its pages.
 Right
     Whoever has the word has the pages, alone. All live bits in them are clear. A slab is detached
@@ -21,9 +22,9 @@ Right
 Order
     put: behind the fence of free, whose clears have returned. take acquires; a flush fences.
 Exhaustion
-    A search that would fail flushes the shelf, in transit, unless all of SHELVED is 0. A put moves
-    the epoch, so between two quiet passes the shelf only shrinks. (The epoch is not waited for.
-    Until it has moved, the free has not returned.)
+    A search that would fail flushes the shelf, in transit, unless all counts of SHELVED are 0. A
+    put moves the epoch, so between two quiet passes the shelf only shrinks. (The epoch is not
+    waited for. Until it has moved, the free has not returned.)
 Reuse (ABA)
     The word is all the right there is, whoever put it.
 """
@@ -39,6 +40,7 @@ from .layout import (
     G_PLACES,
     G_SHELF,
     G_SHELVABLE,
+    SHELF_CLOSED,
     SHELVED,
     TRANSIT,
     TRANSIT_STRIDE,
@@ -59,6 +61,8 @@ from .pages import (
     leave_transit,
     transit_ptr,
 )
+
+CLOSED = tl.constexpr((1 << 30) - 1)  # as many pages as no shelf holds
 
 
 @triton.jit
@@ -107,7 +111,8 @@ def clear_place(heap, place):
     if atomic_load(ptr) != 0:
         enter_transit(heap)
         page, length = stripe_place(tl.atomic_xchg(ptr, length.to(tl.int64), sem="relaxed"))
-        state_ptr = page_word_ptr(heap, page + lane)
+        # (In 64 bits: from 32 Triton 3.6 makes an instruction for AMD that LLVM does not know.)
+        state_ptr = page_word_ptr(heap, (page + lane).to(tl.int64))
         tl.atomic_xchg(state_ptr, lane.to(tl.int64) * 0, mask=lane < length, sem="relaxed")
         # Page words before page bits; and what the last owner did before what the next does.
         fence(heap + USED)
@@ -127,29 +132,27 @@ def count_shelved(heap, pages):
 
 @triton.jit
 def announce_put(heap, length):
-    """Count ``length`` pages (int32 scalar) that the program is about to put on the shelf, and look
-    at how many pages are in use, by one instruction. Returns what :func:`put_on_shelf` wants.
-    (Not waited for: that is up to those who look at it.)"""
+    """Count ``length`` pages (int32 scalar) that the program is about to put on the shelf. Returns
+    what :func:`put_on_shelf` wants. (One lane acts: what an atomic on a scalar returns is waited
+    for at once.)"""
     lane = tl.arange(0, 32)
-    shelved = shelved_ptr(heap, own_place(heap)).to(tl.int64)
-    ptr = tl.where(lane == 0, shelved, (heap + USED).to(tl.int64)).to(tl.pointer_type(tl.int64))
-    change = tl.where(lane == 0, length, 0).to(tl.int64)
-    return tl.atomic_add(ptr, change, mask=lane < 2, sem="relaxed")
+    change = (lane * 0).to(tl.int64) + length.to(tl.int64)
+    ptr = shelved_ptr(heap, own_place(heap)) + lane * 0
+    return tl.atomic_add(ptr, change, mask=lane == 0, sem="relaxed")
 
 
 @triton.jit
 def put_on_shelf(heap, page, length, use, announced):
     """Put ``length`` pages (int32 scalars), which the program has emptied and has alone, at its
     place. ``announced``: what :func:`announce_put` returned. Returns 1; or 2 if something lies
-    there, for :func:`clear_place`; or 0 if too much is on the shelf already, or nearly all pages
-    are in use: then others need them soon."""
+    there, for :func:`clear_place`; or 0 if the shelf is closed, or too much lies on it already."""
     lane = tl.arange(0, 32)
-    shelved = tl.sum(tl.where(lane == 0, announced.to(tl.int32), 0), axis=0) + length
-    used = tl.sum(tl.where(lane == 1, announced.to(tl.int32), 0), axis=0)
-    pages = load_geometry(heap, G_PAGES).to(tl.int32)
+    most = load_geometry(heap, G_SHELVABLE).to(tl.int32)
+    counted = tl.where(announced >= SHELF_CLOSED, CLOSED, announced.to(tl.int32))
+    shelved = tl.sum(tl.where(lane == 0, counted, 0), axis=0)
     done = length * 0
     # (Announced before it can be found: what that returned is looked at.)
-    if (shelved <= load_geometry(heap, G_SHELVABLE).to(tl.int32)) & (used <= pages - (pages >> 3)):
+    if shelved + length <= most:
         word = pack_stripe(page, length, use)
         old = atomic_cas(place_ptr(heap, own_place(heap)), word & 0, word)
         done = tl.where(old == 0, 1, 2)
@@ -157,7 +160,21 @@ def put_on_shelf(heap, page, length, use, announced):
         tl.atomic_add(transit_ptr(heap), (done * 0 + 1).to(tl.int64), sem="relaxed")
     else:
         count_shelved(heap, -length)
+        if shelved == CLOSED:
+            open_shelf(heap)
     return done
+
+
+@triton.jit(noinline=True)
+def open_shelf(heap):
+    """Open the shelf again if no more than seven eighths of the pages are in use; returns 0."""
+    lane = tl.arange(0, TRANSIT_STRIPES)
+    pages = load_geometry(heap, G_PAGES)
+    used = atomic_load(heap + USED)
+    if used <= pages - (pages >> 3):
+        opened = (lane * 0).to(tl.int64) + (SHELF_CLOSED ^ -1)
+        tl.atomic_and(shelved_ptr(heap, lane), opened, sem="relaxed")
+    return (used & 0).to(tl.int32)
 
 
 @triton.jit(noinline=True)
@@ -179,11 +196,14 @@ def next_place(heap, done, begin):
 
 @triton.jit
 def flush_shelf(heap, most):
-    """Give back what lies at up to ``most`` (int32 scalar) places of the shelf. Returns how many
-    pages: 0 if nothing lies on it. Programs begin at different places."""
+    """Close the shelf, for others need the pages soon, and give back what lies at up to ``most``
+    (int32 scalar) places of it. Returns how many pages: 0 if nothing lies on it. Programs begin at
+    different places."""
     gained = most * 0
     lane = tl.arange(0, TRANSIT_STRIPES)
-    if any_lane(atomic_load(shelved_ptr(heap, lane)) != 0):
+    closed = (lane * 0).to(tl.int64) + SHELF_CLOSED
+    counted = tl.atomic_or(shelved_ptr(heap, lane), closed, sem="relaxed")
+    if any_lane(counted.to(tl.int32) != 0):
         places = load_geometry(heap, G_PLACES).to(tl.int32)
         begin = program_index() << 6
         done = next_place(heap, gained, begin)

@@ -76,7 +76,7 @@ ALL = (
 """,
         new="",
         breaks="chunks taken for a run that could not be completed are never given back",
-        scenario="long_runs_cross",
+        scenario="front_of_a_run",
     ),
     Mutant(
         name="credits_lost_in_detach",
@@ -412,7 +412,7 @@ ALL = (
     Mutant(
         name="shelved_and_not_counted",
         file="shelf.py",
-        old="change = tl.where(lane == 0, length, 0).to(tl.int64)",
+        old="change = (lane * 0).to(tl.int64) + length.to(tl.int64)",
         new="change = (lane * 0).to(tl.int64)",
         breaks="a search does not look at the shelf, as nothing is said to lie there",
         scenario="shelf_or_search",

@@ -168,6 +168,23 @@ ALL = (
         ),
         plan=mostly(60),
     ),
+    # Program 1 has looked at two chunks and is about to claim them; 4 takes a page of the second.
+    Scenario(
+        "front_of_a_run",
+        pages=192,
+        before=(64 * PAGE, 64 * PAGE),
+        script=(
+            (free(0), malloc(4, 65 * PAGE)),
+            (free(1), malloc(5, 128 * PAGE)),
+            (),
+            (),
+            (malloc(6, PAGE),),
+        ),
+        plan=(
+            *directed(Turn(0, "run_script", 3), Turn(1, "claim_chunks"), Turn(4), Turn(1), Turn(0)),
+            (PCT(depth=3), 20),
+        ),
+    ),
     Scenario(
         "in_hand_slots",
         pages=1,
