@@ -217,8 +217,9 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
     the addresses in all these lanes. The ``crossed`` lanes' stripes are ours to refill; ``polls``
     is how often to look at the others before a search, 0 if that was done."""
     patience = polls
-    # (Whether to fence: for tickets that were had at once there is no need.)
-    searched = polls == 0
+    # Claims behind waits, searches and prefetches come late, and fence: what their slots were used
+    # for since the ticket (once their batch was dissolved) has to be acquired, as what is drawn.
+    late = polls == 0
     halves = rest & (rest == 0)
     pending = rest & (nbytes > 0) & (nbytes <= MAX_SLOT)
     sizes = class_bytes(classes)
@@ -246,7 +247,7 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
         if left & (ours == 0) & (polls > 0):
             # Wait for all classes at once, until there are credits again, but not for ever, and
             # not if there are slots to be drawn.
-            searched = polls == polls
+            late = polls == polls
             waits = polls > 0
             while waits:
                 now = atomic_load(stripes, pending)
@@ -254,7 +255,7 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
                 polls = tl.where(any_lane(pending & is_drawing(now)), 0, polls - 1)
                 waits = (polls > 0) & (any_lane(tries) == 0)
         elif left:
-            searched = polls == polls
+            late = polls == polls
             now = pending & (classes == cls)
             state = tl.where(patience > 0, ours, ours * 2 - 1)
             stripe = own_stripe(heap, cls)
@@ -266,11 +267,11 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
             polls = patience
     cls = pick_first(classes, halves)
     while cls >= 0:
-        searched = cls >= 0
+        late = cls >= 0
         prefetch(heap, cls, own_stripe(heap, cls))
         halves = halves & (classes != cls)
         cls = pick_first(classes, halves)
-    addr = claim_any(heap, promised, sizes, searched)
+    addr = claim_any(heap, promised, sizes, late)
     large = rest & (nbytes > MAX_SLOT)
     at = first_lane(large)
     while at < width(large):

@@ -141,23 +141,23 @@ def another(word, granule, size):
 
 
 @triton.jit
-def claim_any(heap, addr, size, drawn):
+def claim_any(heap, addr, size, late):
     """Set live bits: for each ``addr`` that is not 0 that of this slot, or else of another of its
     page, of ``size`` bytes. (The caller was promised one.) Returns the addresses.
 
-    What the slots' last owners did happens before anything that the caller does next: tickets have
-    acquired that; what was ``drawn`` (a scalar), and what is claimed in place of a ticket's slot,
-    is acquired here.
+    What the slots' last owners did happens before anything that the caller does next. For tickets
+    claimed at once the ticket has acquired that; what is drawn, claimed ``late`` (a scalar), or
+    claimed in place of a ticket's slot, is acquired here.
     """
     base = load_base(heap)
     live = live_words(heap)
     page, granule = place_of(base, addr)
     word, lost = claim(live, page, granule, addr != 0)
-    drawn = drawn | any_lane(lost)
+    late = late | any_lane(lost)
     while any_lane(lost):
         granule = tl.where(lost, another(word, granule, size), granule)
         word, lost = claim(live, page, granule, lost)
-    if drawn:
+    if late:
         fence(heap + ERRORS)
     return tl.where(addr != 0, address_of(base, page, granule), 0)
 
