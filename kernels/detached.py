@@ -44,7 +44,7 @@ from .pages import (
     enter_transit,
     first_hinted,
     follow_peak,
-    give_pages,
+    give_bits,
     has_begun,
     hinted_chunk,
     leave_transit,
@@ -126,7 +126,7 @@ def settle(heap, chunk, pages, word):
     given = lane_bits(retired)
     if given != 0:
         used = count_given(heap, popcount(given))
-        hinted = hinted | give_pages(heap, chunk, given, given != 0)
+        hinted = hinted | (give_bits(heap, chunk, given) != 0)
         follow_peak(heap, used)
     return hinted.to(tl.int32)
 

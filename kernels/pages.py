@@ -154,6 +154,12 @@ def give_pages(heap, chunk, bits, active):
     return hinted
 
 
+@triton.jit(noinline=True)
+def give_bits(heap, chunk, bits):
+    """:func:`give_pages` for one chunk (scalars). Returns 1 where it returns true."""
+    return give_pages(heap, chunk, bits, bits != 0).to(tl.int32)
+
+
 @triton.jit
 def count_taken(heap, pages):
     """Add ``pages`` (int32) to the pages in use."""

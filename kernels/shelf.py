@@ -57,7 +57,7 @@ from .pages import (
     count_given,
     enter_transit,
     follow_peak,
-    give_pages,
+    give_bits,
     leave_transit,
     transit_ptr,
 )
@@ -118,7 +118,7 @@ def clear_place(heap, place):
         fence(heap + USED)
         tl.atomic_add(shelved_ptr(heap, place), -length.to(tl.int64), sem="relaxed")
         used = count_given(heap, length)
-        give_pages(heap, page >> 6, low_mask(length) << (page & 63).to(tl.int64), length > 0)
+        give_bits(heap, page >> 6, low_mask(length) << (page & 63).to(tl.int64))
         follow_peak(heap, used)
         leave_transit(heap, (length > 0).to(tl.int32))
     return length
