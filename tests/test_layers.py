@@ -22,7 +22,6 @@ KERNEL_LAYERS = [
     {"record", "lanes", "table"},
     {"payload", "groups"},
     {"pages", "live", "guards"},
-    {"shelf"},
     {"detached"},
     {"batches"},
     {"slabs"},
