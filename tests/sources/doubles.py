@@ -22,6 +22,7 @@ class CountingSource:
         self.granularity = inner.granularity
         self.capabilities: Capabilities = inner.capabilities
         self.live: dict[int, int] = {}
+        self.leaving: list[int] = []  # addresses that some thread is freeing
         self.allocations = 0
         self.fail_at = fail_at
         self._lock = threading.RLock()
@@ -33,12 +34,22 @@ class CountingSource:
         if number == self.fail_at:
             raise OutOfMemory("injected")
         address = self.inner.allocate(nbytes, stream)
-        self._note(address, nbytes)
+        with self._lock:
+            assert address not in self.live or address in self.leaving
+            self._note(address, nbytes)
         return address
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
-        self.inner.free(address, nbytes, stream)
-        self._note(address, -nbytes)
+        with self._lock:
+            raced, known = address in self.leaving, self.live.get(address)
+            self.leaving.append(address)
+        try:
+            self.inner.free(address, nbytes, stream)
+            assert raced or known == nbytes, "free gets what allocate gave"
+            self._note(address, -nbytes)
+        finally:
+            with self._lock:
+                self.leaving.remove(address)
 
     def _note(self, address: int, change: int) -> None:
         """Afterwards, for only the source beneath knows which of several racing frees won; a sum,

@@ -162,3 +162,22 @@ def test_tracking_without_stacks() -> None:
     short.free(address, 5_000)
     with pytest.raises(InvalidArgument, match="0 or more"):
         TrackingAdaptor(HostSource(), frames=-1)
+
+
+def test_a_free_that_loses_a_race_leaves_no_entry() -> None:
+    """It began first, and the other frees before it comes to the source beneath."""
+
+    class Overtaken(HostSource):
+        overtakes = True
+
+        def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+            if self.overtakes:
+                self.overtakes = False
+                tracker.free(address, nbytes)
+            super().free(address, nbytes, stream)
+
+    tracker = TrackingAdaptor(Overtaken())
+    address = tracker.allocate(5000)
+    with pytest.raises(InvalidFree):
+        tracker.free(address, 5000)
+    assert tracker.outstanding_bytes == 0

@@ -141,7 +141,7 @@ class TrackingAdaptor(Adaptor):
             raise InvalidArgument(f"a number of frames is 0 or more, not {frames}")
         self.frames = frames
         self._out: dict[int, Outstanding] = {}
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # a finaliser may free while this thread holds it
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
         address = super().allocate(nbytes, stream)
@@ -159,7 +159,8 @@ class TrackingAdaptor(Adaptor):
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
         known = self._out.get(address)
         super().free(address, nbytes, stream)
-        # Only if it is still the same: another thread may have got the address again by now.
+        # Struck afterwards, as only the source beneath knows which of several frees is the first;
+        # and only if it is still the same: another thread may have got the address again by now.
         with self._lock:
             if self._out.get(address) is known:
                 self._out.pop(address, None)
