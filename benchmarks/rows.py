@@ -24,7 +24,7 @@ LANE_PATTERNS = frozenset(
     | {"fill", "heap", "streams", "tail"}
 )
 SCALAR_WARPS = {"warp": 1, "cta": 4, "scalar": 1, "latency": 1, "create": 1}
-OWN_HEAP = frozenset({"create", "oom", "fill", "heap", "tail"})
+OWN_HEAP = frozenset({"create", "oom", "frag", "fill", "heap", "tail"})
 """Patterns that make a heap for each row; the others share one."""
 
 BASELINES = frozenset({"bump", "cuda"})
@@ -119,7 +119,7 @@ class Row:
         """Requested bytes that live at once in the shared heap; 0 where it is not used."""
         if self.allocator == "none" or self.pattern in OWN_HEAP:
             return 0
-        if self.pattern in ("mixed", "frag"):
+        if self.pattern == "mixed":
             return self.n * (16 + self.size) // 2
         if self.pattern == "latency":
             return self.size

@@ -242,27 +242,30 @@ def run_oom(bench: Bench, row: Row) -> list[Samples]:
 
 
 def run_frag(bench: Bench, row: Row) -> list[Samples]:
-    """Span of the live addresses over live requested bytes, after each exchange of a half."""
+    """Span of the live addresses over live requested bytes, after each exchange of a half. In a
+    heap of its own: one that other rows have used is spread out by what they did."""
     samples = Samples("span", unit="ratio")
-    heap, generator = bench.heap, bench.generator()
-    handle = heap.handle
-    addrs = bench.addresses(row.n)
-    sizes = bench.random_sizes(row.size, row.n, generator)
-    lane_launch(row, work.malloc_mixed_kernel, handle, sizes, addrs, row.n)()
-    half = row.n // 2
-    part = replace(row, n=half)
-    rounds = plan.FRAG_ROUNDS if bench.device.type == "cuda" else 2
-    for turn in range(rounds + 1):
-        if turn:
-            chosen = torch.randperm(row.n, generator=generator)[:half].to(bench.device)
-            fresh = bench.random_sizes(row.size, half, generator)
-            out = addrs[chosen]
-            lane_launch(part, work.free_lanes_kernel, handle, out, half)()
-            lane_launch(part, work.malloc_mixed_kernel, handle, fresh, out, half)()
-            addrs[chosen], sizes[chosen] = out, fresh
-        require(verify(addrs, sizes, heap.base, heap.capacity))
-        samples.values.append(int(addrs.max() - addrs.min()) / int(sizes.sum()))
-    lane_launch(row, work.free_lanes_kernel, handle, addrs, row.n)()
+    with devalloc.Heap(bench.heap.capacity, device=bench.device) as heap:
+        handle, generator = heap.handle, bench.generator()
+        addrs = bench.addresses(row.n)
+        sizes = bench.random_sizes(row.size, row.n, generator)
+        lane_launch(row, work.malloc_mixed_kernel, handle, sizes, addrs, row.n)()
+        half = row.n // 2
+        part = replace(row, n=half)
+        rounds = plan.FRAG_ROUNDS if bench.device.type == "cuda" else 2
+        for turn in range(rounds + 1):
+            if turn:
+                chosen = torch.randperm(row.n, generator=generator)[:half].to(bench.device)
+                fresh = bench.random_sizes(row.size, half, generator)
+                out = addrs[chosen]
+                lane_launch(part, work.free_lanes_kernel, handle, out, half)()
+                lane_launch(part, work.malloc_mixed_kernel, handle, fresh, out, half)()
+                addrs[chosen], sizes[chosen] = out, fresh
+            require(verify(addrs, sizes, heap.base, heap.capacity))
+            samples.values.append(int(addrs.max() - addrs.min()) / int(sizes.sum()))
+        samples.peak_bytes, samples.heap_bytes = heap.stats().peak, heap.capacity
+        lane_launch(row, work.free_lanes_kernel, handle, addrs, row.n)()
+        require_rest(heap)
     return [samples]
 
 

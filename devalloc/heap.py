@@ -418,9 +418,10 @@ class Heap:
         Never needed for correctness: a malloc that finds no memory does the same by itself.
         """
         self._require_open()
-        batches = self._geometry.batches
+        batches, places = self._geometry.batches, self._geometry.places
+        grid = ((max(batches, places) + 63) // 64,)
         with on_device(self.device):
-            upkeep.trim_kernel[((batches + 63) // 64,)](self._handle, batches, num_warps=1)
+            upkeep.trim_kernel[grid](self._handle, batches, num_warps=1)
 
     def _requests(self, values: torch.Tensor | Sequence[int], name: str) -> torch.Tensor:
         self._require_open()

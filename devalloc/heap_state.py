@@ -21,6 +21,12 @@ _SIZES = np.array(CLASS_SIZES, dtype=np.int64)
 _SLOTS = np.array(CLASS_SLOTS, dtype=np.int64)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
+MAX_PLACES = 1 << 15
+"""Of the shelf: for the programs of four million requests in blocks of 128 lanes."""
+
+MIN_SHELF = 512
+"""Pages of the smallest heap that puts any on its shelf: smaller ones had better stay together."""
+
 
 @dataclass(frozen=True)
 class ClassStats:
@@ -107,11 +113,26 @@ class Geometry:
         return layout.NUM_CLASSES.value * self.stripes * 2
 
     @property
-    def hints(self) -> int:
+    def places(self) -> int:
+        """Of the shelf: one for every 4 pages, and a power of two."""
+        return min(MAX_PLACES, max(1, 1 << (self.pages // 4).bit_length() >> 1))
+
+    @property
+    def shelvable(self) -> int:
+        """How many pages each word of SHELVED may count: together half of the heap."""
+        words = min(self.places, layout.TRANSIT_STRIPES.value)
+        return self.pages // (2 * words) if self.pages >= MIN_SHELF else 0
+
+    @property
+    def shelf(self) -> int:
         return (
             layout.STRIPES.value
             + layout.NUM_CLASSES.value * self.stripes * layout.STRIPE_STRIDE.value
         )
+
+    @property
+    def hints(self) -> int:
+        return self.shelf + self.places
 
     @property
     def rows(self) -> int:
@@ -144,9 +165,12 @@ class Geometry:
             layout.G_HINTS: self.hints,
             layout.G_ROW_WORDS: self.row_words,
             layout.G_MAX_BATCH: self.max_batch,
+            layout.G_SHELF: self.shelf,
+            layout.G_PLACES: self.places,
+            layout.G_SHELVABLE: self.shelvable,
             layout.G_WORDS: self.words,
         }
-        fields = [0] * 10
+        fields = [0] * 12
         for field, number in numbers.items():
             fields[field.value] = number
         return [layout.MAGIC, base] + [
@@ -185,15 +209,17 @@ class State:
         g = geometry
         self.page_bits = table[g.page_bits : g.page_words].view(np.uint64)
         self.hints = table[g.hints : g.page_bits].view(np.uint64).reshape(g.rows, g.row_words)
-        words = table[g.page_words : g.page_words + g.pages]
+        words = table[g.page_words : g.page_words + g.pages].copy()
+        self._read_shelf(words)
         self.out = words & layout.OUT_MASK.value
         self.cls = (words >> layout.CLASS_SHIFT.value) & 63
         self.attached = (words & layout.ATTACHED.value) != 0
         self.published = (words & layout.PUBLISHED.value) != 0
         self.kind = (words >> layout.KIND_SHIFT.value) & 3
-        self.page_free = np.unpackbits(self.page_bits.view(np.uint8), bitorder="little")[
-            : g.pages
-        ].astype(bool)
+        bits = np.unpackbits(self.page_bits.view(np.uint8), bitorder="little")
+        self.page_taken = bits[: g.pages] == 0
+        # What lies on the shelf is free: a search that finds nothing else gives it back.
+        self.page_free = ~self.page_taken | (self.shelved > 0)
         self._read_stripes()
         slab = self.kind == SLAB
         self.slots = np.where(slab, _SLOTS[np.minimum(self.cls, len(_SLOTS) - 1)], 0)
@@ -201,10 +227,33 @@ class State:
         self.free_slots = self.slots - self.live
         self.run_pages = np.where(self.kind == RUN, self.out, 0)
 
+    def _read_shelf(self, page_words: np.ndarray) -> None:
+        """How often a page lies on the shelf, and how many pages are not as they should be there.
+        In `page_words` those that are there become free."""
+        g = self.geometry
+        places = self.table[g.shelf : g.hints]
+        self.shelved = np.zeros(g.pages, dtype=np.int64)
+        self.misfits = 0
+        for place in places[places != 0]:
+            use, high = int(place) & 0xFFFFFFFF, int(place) >> 32
+            page, length = high & ((1 << 23) - 1), (high >> 23) & 127
+            if not 1 <= length <= g.pages - page:
+                self.misfits += 1
+                continue
+            self.shelved[page : page + length] += 1
+            expected = np.zeros(length, dtype=np.int64)
+            if use == layout.FOR_RUN.value:
+                expected[0] = layout.RUN.value + length - 1
+            elif use < len(_SLOTS):
+                filled = layout.SLAB.value + (use << layout.CLASS_SHIFT.value)
+                expected[:] = filled + _SLOTS[use]
+            self.misfits += int((page_words[page : page + length] != expected).sum())
+        page_words[self.shelved > 0] = 0
+
     def _read_stripes(self) -> None:
         g = self.geometry
         classes = layout.NUM_CLASSES.value
-        words = self.table[layout.STRIPES.value : g.hints]
+        words = self.table[layout.STRIPES.value : g.shelf]
         # The batches of a class: those of its stripes, and their spares.
         words = words.reshape(classes, -1, layout.SPARE.value)[:, :, 0]
         credits = words << 32 >> 32
@@ -230,20 +279,28 @@ class State:
         end = layout.TRANSIT.value + layout.TRANSIT_STRIPES.value * step
         return int((self.table[layout.TRANSIT.value : end : step] >> 44).sum())
 
+    def _shelved_counted(self) -> int:
+        start, step = layout.TRANSIT.value + layout.SHELVED.value, layout.TRANSIT_STRIDE.value
+        end = layout.TRANSIT.value + layout.TRANSIT_STRIPES.value * step
+        return int((self.table[start:end:step] & 0xFFFFFFFF).sum())
+
     def largest_free(self) -> int:
         """Bytes of the largest request that would succeed now."""
-        words = self.page_bits.copy()
+        free = np.zeros(len(self.page_bits) * 64, dtype=bool)
+        free[: len(self.page_free)] = self.page_free
+        page_bits = np.packbits(free, bitorder="little").view(np.uint64)
+        words = page_bits.copy()
         length = np.zeros(len(words), dtype=np.int64)
         while words.any():
             length += words != 0
             words &= words >> np.uint64(1)
         longest = int(length.max(initial=0))
-        full = np.concatenate([[False], self.page_bits == _ALL, [False]])
+        full = np.concatenate([[False], page_bits == _ALL, [False]])
         edges = np.flatnonzero(full[1:] != full[:-1])
         for start, end in edges.reshape(-1, 2):
             tail = 0
-            if end < len(self.page_bits):
-                inverted = ~int(self.page_bits[end])
+            if end < len(page_bits):
+                inverted = ~int(page_bits[end])
                 tail = (inverted & -inverted).bit_length() - 1
             longest = max(longest, int(end - start) * 64 + tail)
         if longest:
@@ -337,9 +394,19 @@ class State:
         self._fail_at(owners < 1, "H2: pages that nobody owns and that are not free")
         self._fail_at((self.kind > RUN), "H4: page words of no kind")
         used = self._word(layout.USED.value)
-        if used != int((~self.page_free).sum()):
+        if used != int(self.page_taken.sum()):
             raise CorruptionError(
-                f"H2: {used} pages are counted as used, {int((~self.page_free).sum())} are"
+                f"H2: {used} pages are counted as used, {int(self.page_taken.sum())} are"
+            )
+        self._fail_at(self.shelved > self.page_taken, "H1: pages on the shelf with another owner")
+        if self.misfits:
+            raise CorruptionError(
+                f"H4: {self.misfits} pages on the shelf are not what is said of them"
+            )
+        shelved = self._shelved_counted()
+        if shelved != int(self.shelved.sum()):
+            raise CorruptionError(
+                f"H2: {shelved} pages are said to lie on the shelf, {int(self.shelved.sum())} do"
             )
         beyond = np.unpackbits(self.page_bits.view(np.uint8), bitorder="little")
         if beyond[self.geometry.pages :].any():

@@ -7,11 +7,12 @@
 
 Layers, from the bottom: ``bits`` (words of bits), ``atomics`` (reading what changes), ``layout``
 (where everything lies), ``record`` (errors), ``pages`` (runs of pages), ``live`` (live bits),
-``detached`` (slabs that are drawn from), ``batches`` (of pages, for the stripes of size classes),
-``slabs`` (how slots are found when there are no tickets), ``heap`` (malloc and free); for debug
-heaps ``table`` (what is known of every block), ``guards`` (red zones and poison), ``debug`` (malloc
-and free with both); ``api`` (what a kernel calls), ``upkeep`` and ``debug_upkeep`` (what the host
-launches). The protocol and why it is correct: docs/design.md.
+``shelf`` (pages kept as they are), ``detached`` (slabs that are drawn from), ``batches`` (of pages,
+for the stripes of size classes), ``slabs`` (how slots are found when there are no tickets),
+``heap`` (malloc and free); for debug heaps ``table`` (what is known of every block), ``guards``
+(red zones and poison), ``debug`` (malloc and free with both); ``api`` (what a kernel calls),
+``upkeep`` and ``debug_upkeep`` (what the host launches). The protocol and why it is correct:
+docs/design.md.
 """
 
 from .api import free, malloc, realloc, usable_size, zeros

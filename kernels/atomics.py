@@ -38,9 +38,10 @@ def atomic_cas(ptr, expected, desired):
 def fence(word):
     """Order all memory accesses of the program before it with all after it, at device scope.
 
-    Every atomic on a block is relaxed, and this is what orders: an atomic with acquire or release
-    semantics costs a fence for each element of a block, one after the other. (Some scalar atomics
-    acquire, which costs next to nothing.) The barriers carry the
+    Atomics on blocks are relaxed, and this is what orders: one with acquire or release semantics
+    costs a fence for each element of a block, one after the other. (Some scalar atomics acquire,
+    which costs next to nothing, and the tickets of blocks of several classes, which mostly are so
+    narrow that a thread has one element.) The barriers carry the
     order between the threads of the program. ``word`` is any mutable word of the control block:
     where there is no PTX an acq_rel atomic on it stands for the fence.
     """

@@ -57,6 +57,7 @@ from .pages import (
     take_within_chunk,
     transit_ptr,
 )
+from .shelf import estimate_shelved, own_place, shelved_ptr, take_shelved
 
 SPARED = tl.constexpr(4)  # pages of a batch that gets a spare when half of it is used
 FIRST_LOG2 = tl.constexpr(2)  # the first batch of a stripe is so much shorter than the longest
@@ -174,14 +175,23 @@ def open_pages(heap, cls, batch, least, used, state, takers):
 def open_whole(heap, cls, need):
     """As many pages as the caller's ``need`` slots fill, but at least one: a stripe word that
     goes into no stripe, or 0. What the caller does not need of a single page can be drawn; pages
-    that it fills are hidden until something in them is freed."""
+    that it fills are hidden until something in them is freed, and come from the shelf, if they lie
+    there."""
     slots = class_slots(cls)
     shared = need < slots
+    batch = tl.minimum(tl.maximum(need // slots, 1), 32)
+    page = need * 0 - 1
     if shared:
         enter_transit(heap)
-    batch = tl.minimum(tl.maximum(need // slots, 1), 32)
-    state = tl.where(shared, PUBLISHED, (cls * 0).to(tl.int64))
-    word = open_pages(heap, cls, batch, need * 0 + 1, need, state, program_count())
+    else:
+        page = take_shelved(heap, batch, cls)
+    if page >= 0:
+        slots = slots * batch
+        word = pack_stripe(page, batch, slots)
+        tl.atomic_add(heap + GRANTED + cls, slots.to(tl.int64), sem="relaxed")
+    else:
+        state = tl.where(shared, PUBLISHED, (cls * 0).to(tl.int64))
+        word = open_pages(heap, cls, batch, need * 0 + 1, need, state, program_count())
     if shared:
         leave_transit(heap, (word != 0).to(tl.int32))
     return word
@@ -206,18 +216,20 @@ def announce(heap, stripe):
     ptr = tl.where(what == 2, (heap + HELD).to(tl.int64), ptr)
     ptr = tl.where(what == 3, stripe.to(tl.int64), ptr)
     ptr = tl.where(what == 4, (stripe + SPARE).to(tl.int64), ptr)
+    ptr = tl.where(what == 5, shelved_ptr(heap, own_place(heap)).to(tl.int64), ptr)
     ptr = ptr.to(tl.pointer_type(tl.int64))
     change = tl.where(what == 0, IN_HAND, 0).to(tl.int64)
-    seen = tl.atomic_add(ptr, change, mask=what < 5, sem="relaxed")
+    seen = tl.atomic_add(ptr, change, mask=what < 6, sem="relaxed")
     pages = load_geometry(heap, G_PAGES).to(tl.int32)
     longest = load_geometry(heap, G_MAX_BATCH).to(tl.int32)
     used = pick(seen, 1).to(tl.int32)
     held = pick(seen, 2).to(tl.int32)
+    taken = used - held - estimate_shelved(heap, pick(seen, 5).to(tl.int32))
     share = (held.to(tl.float32) * 16 * reciprocal(pages.to(tl.float32))).to(tl.int32)
     short = tl.minimum(longest, SPARED)
     limit = tl.maximum(longest >> tl.maximum(share - 7, 0), short)
-    limit = tl.where(used * 8 > pages * 5, short, limit)
-    packs = ((used - held) * 2 > pages - held) | (used + short > pages)
+    limit = tl.where((held + taken) * 8 > pages * 5, short, limit)
+    packs = (taken * 2 > pages - held) | (used + short > pages)
     limit = tl.where(packs, 0, limit)
     # Half as many chunks again as what is taken would fill, and one for each stripe: programs that
     # open batches at the same time are to find chunks of their own. (For a single page, fewer do.)
@@ -280,15 +292,16 @@ def install(heap, cls, ptr, word):
 
 
 @triton.jit
-def put_aside(heap, cls, stripe, word):
+def put_aside(heap, cls, stripe, word, keep):
     """Let the batch in ``word``, which only the caller has, be the spare of ``stripe``, unless
-    somebody else has put another there: then it is dissolved. The caller is in transit."""
+    somebody else has put another there: then, or without ``keep``, it is dissolved. The caller is
+    in transit."""
     _page, batch = stripe_place(word)
-    if batch > 0:
+    if keep & (batch > 0):
         fence(stripe)
         rests = word - tl.minimum(stripe_credits(word), 0).to(tl.int64)
         word = tl.where(atomic_cas(stripe + SPARE, word & 0, rests) == 0, 0, word)
-        detach(heap, cls, word)
+    detach(heap, cls, word)
 
 
 @triton.jit(noinline=True)
@@ -307,7 +320,8 @@ def swap(heap, cls, stripe, need):
             # What the slots' former owners did, before whoever takes a ticket.
             fence(stripe)
             rest = place - tl.minimum(stripe_credits(place), need).to(tl.int64)
-            put_aside(heap, cls, stripe, tl.atomic_xchg(stripe, rest, sem="acquire"))
+            used = tl.atomic_xchg(stripe, rest, sem="acquire")
+            put_aside(heap, cls, stripe, used, place != 0)
         else:
             place = place & 0
     else:
@@ -363,10 +377,7 @@ def refill(heap, cls, stripe, need):
             place = open_batch(heap, cls, tl.maximum(length, 1), need * 0 + 1, front)
     mine = tl.minimum(tl.maximum(stripe_credits(place), 0), need)
     install(heap, cls, stripe, tl.where(pages != 0, DRAWING, place - mine.to(tl.int64)))
-    if (pages == 0) & (length > 0):
-        put_aside(heap, cls, stripe, aside)
-    else:
-        detach(heap, cls, aside)
+    put_aside(heap, cls, stripe, aside, (pages == 0) & (length > 0))
     # (What was put, was put by atomics that have returned what decided a branch.)
     end_transit(heap, need * 0 + 1)
     return place, pages

@@ -4,7 +4,7 @@ Pages of a chunk are handled together, as the bits of one word. The argument, wi
 batches that the pages come from, is in ``slabs``; the account (A) is there too.
 
 Shared words and their writers
-    *Page word*: free subtracts; draw, settle, unpublish and retire_filled compare and swap.
+    *Page word*: free subtracts; draw, settle and unpublish compare and swap.
     *Class hint*: row ORDERS + class, a bit per chunk. PUBLISHED in a page word promises it.
 """
 
@@ -44,12 +44,13 @@ from .pages import (
     enter_transit,
     first_hinted,
     follow_peak,
-    give_pages,
+    give_bits,
     has_begun,
     hinted_chunk,
     leave_transit,
     one_of,
 )
+from .shelf import announce_put, count_shelved, put_on_shelf
 
 # Page words -----------------------------------------------------------------------------------
 
@@ -113,7 +114,8 @@ def settle(heap, chunk, pages, word):
         words = tl.where((idle | hidden) & (won == 0), seen, 0)
         asks = page_class(words) == cls
         idle = asks & is_idle(words)
-        hidden = asks & is_hidden(words) & (idle == 0)
+        # (Drawn full again, it needs no publication, and may lie on the shelf by now.)
+        hidden = asks & is_hidden(words) & (idle == 0) & (page_out(words) < class_slots(cls))
         going = any_lane(idle | hidden)
     # The flags before the hints, and what the frees came after that made pages idle before the
     # give.
@@ -124,59 +126,51 @@ def settle(heap, chunk, pages, word):
     given = lane_bits(retired)
     if given != 0:
         used = count_given(heap, popcount(given))
-        hinted = hinted | give_pages(heap, chunk, given, given != 0)
+        hinted = hinted | (give_bits(heap, chunk, given) != 0)
         follow_peak(heap, used)
     return hinted.to(tl.int32)
 
 
 @triton.jit(noinline=True)
-def retire_filled(heap, first, last, size):
-    """Give back pages ``first`` to ``last``, as far as they lie in the chunk of the first. The
-    program has cleared the live bits of all their slots, of ``size`` bytes, at once, and has yet to
-    subtract them. Returns which are gone, as a word of bits (all else int32 scalars); the others
-    are to be subtracted as ever.
+def shelve_filled(heap, page, length, size):
+    """Put ``length`` pages from ``page`` on, of one chunk, on the shelf, if they are slabs of
+    nobody's that are full by their words. The program has cleared the live bits of all their slots,
+    of ``size`` bytes, at once, and has yet to subtract them. Returns what ``put_on_shelf`` does, or
+    0 if they are no such pages (all int32 scalars): then they are to be subtracted as ever.
 
     Pages of their own for a program that can fill them are nobody else's (``batches.open_whole``),
     and hidden while they are full. If such a page still is in that state, by (A) all that is in it
-    is what we cleared. So one compare-and-swap takes it from there to FREE, and is subtraction and
-    retirement in one. Nothing need be acquired: what others did in the page was ordered before us
-    by whoever handed the slots to us. The transit may begin beside the swap, for what it covers is
-    the give: until the free returns, no search has to find the pages.
+    is what we cleared. So nobody else changes its word, not even a free that once made it hidden
+    and has yet to :func:`settle` it, and what is accounted goes on to whoever takes the page from
+    the shelf.
     """
     lane = tl.arange(0, 64)
-    announced = begin_transit(heap)
-    chunk = first >> 6
-    here = chunk * 64 + lane
-    mine = (here >= first) & (here <= last)
-    filled = (size_class(size).to(tl.int64) << CLASS_SHIFT) + slots_of(size) + SLAB
-    expected = tl.where(mine, filled, 0)
-    seen = atomic_cas(page_word_ptr(heap, here), expected, expected * 0)
-    given = lane_bits(mine & (seen == filled))
-    hinted = given != given
-    if (given != 0) & has_begun(announced):
-        used = count_given(heap, popcount(given))
-        hinted = give_pages(heap, chunk, given, given != 0)
-        follow_peak(heap, used)
-    if hinted:
-        leave_transit(heap, first * 0 + 1)
+    mine = lane < length
+    announced = announce_put(heap, length)
+    words = atomic_load(page_word_ptr(heap, page + tl.where(mine, lane, 0)), mine)
+    cls = size_class(size)
+    filled = (cls.to(tl.int64) << CLASS_SHIFT) + slots_of(size) + SLAB
+    done = length * 0
+    if any_lane(mine & (words != filled)) == 0:
+        done = put_on_shelf(heap, page, length, cls, announced)
     else:
-        # (The page bits have returned what they were.)
-        end_transit(heap, (given != 0).to(tl.int32))
-    return given
+        count_shelved(heap, -length)
+    return done
 
 
 @triton.jit
-def retire_filled_lanes(heap, page, size, whole):
-    """:func:`retire_filled` for the adjacent pages of the ``whole`` lanes of a block. Returns the
-    lanes whose pages are gone."""
+def shelve_filled_lanes(heap, page, size, whole):
+    """:func:`shelve_filled` for the adjacent pages of the ``whole`` lanes of a block. Returns the
+    lanes whose pages are gone: all of these, or none."""
     last = tl.max(tl.where(whole, page, -1), axis=0)
     first = tl.min(tl.where(whole, page, FAR), axis=0)
     gone = whole & (whole == 0)
-    while first <= last:
-        given = retire_filled(heap, first, last, size)
-        here = whole & (page >> 6 == first >> 6)
-        gone = gone | (here & ((lsr(given, (page & 63).to(tl.int64)) & 1) != 0))
-        first = (first & -64) + 64
+    # (In one chunk, which they are not if there are none.)
+    if first >> 6 == last >> 6:
+        done = first * 0 + 2
+        while done == 2:
+            done = shelve_filled(heap, first, last - first + 1, size)
+        gone = whole & (done != 0)
     return gone
 
 

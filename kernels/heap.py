@@ -16,7 +16,7 @@ import triton.language as tl
 from .atomics import atomic_load, fence
 from .batches import half_used, open_whole, own_stripe, prefetch
 from .bits import divide, lsr, mix, popcount, select_bit
-from .detached import is_hidden, is_idle, retire_filled_lanes, settle_lanes
+from .detached import is_hidden, is_idle, settle_lanes, shelve_filled_lanes
 from .groups import alike, from_leader
 from .lanes import (
     any_lane,
@@ -35,9 +35,12 @@ from .layout import (
     E_INVALID_FREE,
     E_OUT_OF_MEMORY,
     ERRORS,
+    FOR_RUN,
     G_PAGES,
     KIND_FREE,
     KIND_RUN,
+    KIND_SHIFT,
+    MAX_BATCH,
     MAX_SLOT,
     PAGE_LOG2,
     RUN,
@@ -63,6 +66,7 @@ from .layout import (
 from .live import claim_any, claim_tickets, clear, heard, live_bit, ticket_slot
 from .pages import count_taken, release_run
 from .record import record_error
+from .shelf import announce_put, put_on_shelf, take_shelved
 from .slabs import DRY_PAGES, POLLS, WHOLE_PAGES, await_slots, find_run, find_slots, is_drawing
 
 
@@ -127,37 +131,38 @@ def malloc_any(heap, nbytes, active):
     half = count < 0
     whole = half
     alone = count > 0
+    got = active & (active == 0)
+    page, granule, taken = classes * 0, classes * 0, nbytes * 0
     if is_block(nbytes):
         alone = alone & (count == count_lanes(small))
         whole = alone & (count >= slots_of(size) * WHOLE_PAGES)
-    if alone & (whole == 0):
-        word = tl.atomic_add(stripe, -count.to(tl.int64), sem="acquire")
-        duty += ((stripe_credits(word) >= 0) & (stripe_credits(word) < count)).to(tl.int32)
-        half = half_used(word, slots_of(size), count)
+    if alone:
+        if whole == 0:
+            word = tl.atomic_add(stripe, -count.to(tl.int64), sem="acquire")
+            duty += ((stripe_credits(word) >= 0) & (stripe_credits(word) < count)).to(tl.int32)
+            half = half_used(word, slots_of(size), count)
+            if is_block(nbytes):
+                # (A scalar waits further down, where it costs fewer registers.)
+                if stripe_credits(word) <= 0:
+                    # (Where everybody draws, nobody refills: somebody has to take that duty. And
+                    # whose it is, the first to find no credit left, must refill: others wait for
+                    # that.)
+                    whole = (count >= slots_of(size) * DRY_PAGES) & (is_drawing(word) == 0)
+                    whole = whole & (duty == 0)
+                    if whole == 0:
+                        now = word - count.to(tl.int64)
+                        word, duty = await_slots(heap, cls, stripe, count, now, duty)
         if is_block(nbytes):
-            # (A scalar waits further down, where it costs fewer registers.)
-            if stripe_credits(word) <= 0:
-                # (Where everybody draws, nobody refills: somebody has to take that duty. And whose
-                # it is, the first to find no credit left, must refill: others wait for that.)
-                whole = (count >= slots_of(size) * DRY_PAGES) & (is_drawing(word) == 0)
-                whole = whole & (duty == 0)
-                if whole == 0:
-                    now = word - count.to(tl.int64)
-                    word, duty = await_slots(heap, cls, stripe, count, now, duty)
-    if is_block(nbytes):
-        if whole:
-            word = open_whole(heap, cls, count)
-    credits = stripe_credits(word)
-    got = same & (rank < credits)
-    page, granule, taken = claim_tickets(live, word, rank, count, size, got)
+            if whole:
+                word = open_whole(heap, cls, count)
+        got = same & (rank < stripe_credits(word))
+        page, granule, taken = claim_tickets(live, word, rank, count, size, got)
     addr = tl.where(got, address_of(base, page, granule), 0)
     rest = active & (got == 0) & (nbytes != 0)
     unserved = any_lane(rest | (taken != 0))
-    if is_block(rest):
-        # (From here, not by way of the code below, which few have fetched.)
-        if half:
-            prefetch(heap, cls, stripe)
-    else:
+    halves = same & half
+    if is_block(rest) == 0:
+        # (The same function does both.)
         unserved = unserved | half
     if unserved:
         if is_block(rest):
@@ -167,10 +172,21 @@ def malloc_any(heap, nbytes, active):
             # (Who wants one class has waited, or found that there are no whole pages.)
             polls = tl.where(alone, 0, count * 0 + POLLS)
             promised = tl.where(lost, addr, 0)
-            more = malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls)
+            more, halves = malloc_rest(
+                heap, nbytes, classes, rest, promised, tries, crossed, polls, halves
+            )
             addr = tl.where(rest | lost, more, addr)
         else:
             addr = malloc_rest_scalar(heap, nbytes, addr, word, (taken != 0).to(tl.int32))
+    if is_block(rest):
+        # (Here, not in the code above, which few have fetched.)
+        going = half | unserved
+        while going:
+            now = pick_first(classes, halves)
+            going = now >= 0
+            if going:
+                prefetch(heap, now, own_stripe(heap, now))
+                halves = halves & (classes != now)
     tl.debug_barrier()
     return addr
 
@@ -195,7 +211,7 @@ def malloc_rest_scalar(heap, nbytes, addr, word, lost):
         duty = (stripe_credits(word) == 0).to(tl.int32)
         promised, _any = find_class(heap, cls, stripe, one * 0, one == 1, one, duty)
     if promised != 0:
-        addr = claim_any(heap, promised, size)
+        addr = claim_any(heap, promised, size, one == 1)
     if (addr == 0) & (nbytes != 0):
         kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
         record_error(heap, one * 0 + kind, addr, nbytes, one)
@@ -203,14 +219,17 @@ def malloc_rest_scalar(heap, nbytes, addr, word, lost):
 
 
 @triton.jit
-def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
+def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls, halves):
     """Serve the lanes in ``rest``, which got no ticket: those of a block of several classes, who
     are to try (``tries``), those that came to a dry stripe, and large and impossible sizes. Serve
     also those that were ``promised`` a slot (an address, or 0) that somebody else has now. Returns
-    the addresses in all these lanes. The ``crossed`` lanes' stripes are ours to refill; ``polls``
-    is how often to look at the others before a search, 0 if that was done."""
+    the addresses in all these lanes, and ``halves``: the lanes whose tickets used up the first half
+    of a batch, those of the tickets taken here among them. The ``crossed`` lanes' stripes are ours
+    to refill; ``polls`` is how often to look at the others before a search, 0 if that was done."""
     patience = polls
-    halves = rest & (rest == 0)
+    # Claims behind waits and searches come late, and fence: what their slots were used for since
+    # the ticket (once their batch was dissolved) has to be acquired, as what is drawn.
+    late = polls == 0
     pending = rest & (nbytes > 0) & (nbytes <= MAX_SLOT)
     sizes = class_bytes(classes)
     stripes = own_stripe(heap, classes)
@@ -220,7 +239,7 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
             # Tickets for the lanes that try, by one subtraction for each group.
             leader, rank, count = alike(classes, tries)
             leads = tries & (leader == lane_index(classes))
-            word = tl.atomic_add(stripes, -count.to(tl.int64), mask=leads, sem="relaxed")
+            word = tl.atomic_add(stripes, -count.to(tl.int64), mask=leads, sem="acquire")
             word = from_leader(word, leader)
             credits = stripe_credits(word)
             got = tries & (rank < credits)
@@ -237,6 +256,7 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
         if left & (ours == 0) & (polls > 0):
             # Wait for all classes at once, until there are credits again, but not for ever, and
             # not if there are slots to be drawn.
+            late = polls == polls
             waits = polls > 0
             while waits:
                 now = atomic_load(stripes, pending)
@@ -244,6 +264,7 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
                 polls = tl.where(any_lane(pending & is_drawing(now)), 0, polls - 1)
                 waits = (polls > 0) & (any_lane(tries) == 0)
         elif left:
+            late = polls == polls
             now = pending & (classes == cls)
             state = tl.where(patience > 0, ours, ours * 2 - 1)
             stripe = own_stripe(heap, cls)
@@ -253,12 +274,7 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
             pending = pending & tl.where(found, where == 0, now == 0)
             crossed = crossed & (now == 0)
             polls = patience
-    cls = pick_first(classes, halves)
-    while cls >= 0:
-        prefetch(heap, cls, own_stripe(heap, cls))
-        halves = halves & (classes != cls)
-        cls = pick_first(classes, halves)
-    addr = claim_any(heap, promised, sizes)
+    addr = claim_any(heap, promised, sizes, late)
     large = rest & (nbytes > MAX_SLOT)
     at = first_lane(large)
     while at < width(large):
@@ -266,7 +282,7 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
         addr = tl.where(lane_index(large) == at, run, addr)
         at = first_lane(large & (lane_index(large) > at))
     report_failed(heap, nbytes, rest & (addr == 0))
-    return addr
+    return addr, halves
 
 
 @triton.jit
@@ -285,15 +301,21 @@ def malloc_run(heap, length):
     """Allocate ``length`` pages (int64 scalar): the address, or 0."""
     addr = length * 0
     if length <= load_geometry(heap, G_PAGES):
-        page = find_run(heap, length.to(tl.int32))
+        pages = length.to(tl.int32)
+        page = pages * 0 - 1
+        if pages <= MAX_BATCH:
+            page = take_shelved(heap, pages, FOR_RUN)
+        if page < 0:
+            page = find_run(heap, pages)
+            if page >= 0:
+                count_taken(heap, pages)
         if page >= 0:
             state = length + RUN
-            free_word = tl.atomic_xchg(page_word_ptr(heap, page), state, sem="relaxed")
+            old = tl.atomic_xchg(page_word_ptr(heap, page), state, sem="relaxed")
             # The page word before the live bit, or a wrong free could come between: the bit is
-            # made from what the exchange returned, which is nothing (KIND_FREE).
+            # made from what the exchange returned, which has nothing above the kind.
             ptr, bit = live_bit(live_words(heap), page, page * 0)
-            tl.atomic_or(ptr, bit | free_word, sem="relaxed")
-            count_taken(heap, length.to(tl.int32))
+            tl.atomic_or(ptr, bit | lsr(old, KIND_SHIFT + 2), sem="relaxed")
             tl.atomic_add(heap + RUNS, length * 0 + 1, sem="relaxed")
             addr = address_of(load_base(heap), page, page * 0)
     return addr
@@ -334,9 +356,7 @@ def free_any(heap, addr, active):
         if unit != 0:
             # (Whose slots begin and end with their page.)
             whole = speaks & (granule == 0) & ((counts + 1) * unit > 4096)
-            if any_lane(whole):
-                gone = retire_filled_lanes(heap, page, unit << 4, whole)
-                speaks = speaks & (gone == 0)
+            speaks = speaks & (shelve_filled_lanes(heap, page, unit << 4, whole) == 0)
     # Out of the account.
     change = counts.to(tl.int64)
     now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change
@@ -408,8 +428,13 @@ def begins_slot(word, granule):
 def free_run(heap, page, n):
     """Give back the run of ``n`` pages at ``page`` (int32 scalars); returns 0. The caller has
     cleared its live bit, so nobody else does."""
-    tl.atomic_xchg(page_word_ptr(heap, page), (page * 0).to(tl.int64), sem="relaxed")
-    return release_run(heap, page, n)
+    done = tl.where(n <= MAX_BATCH, 2, 0)
+    while done == 2:
+        done = put_on_shelf(heap, page, n, n * 0 + FOR_RUN, announce_put(heap, n))
+    if done == 0:
+        tl.atomic_xchg(page_word_ptr(heap, page), (page * 0).to(tl.int64), sem="relaxed")
+        release_run(heap, page, n)
+    return page * 0
 
 
 # usable_size ------------------------------------------------------------------------------------

@@ -13,11 +13,14 @@ reach it. Words 0..31 never change after the heap is made and may be loaded plai
     RUNS            runs handed out as large allocations              heap
     GRANTED         per class: slots handed out as credits            batches, detached
     TRANSIT         in-hand counts and epochs, striped                pages, for all
+    ... + SHELVED   pages on the shelf, striped by its places         shelf
     STRIPES         per class and stripe: the stripe word, and a      heap, batches, slabs
                     spare batch, also as a stripe word
+    places          pages on the shelf and their use, per place       shelf
     hints           ORDERS + NUM_CLASSES rows, one bit per chunk      pages, detached, batches
     page bits       one word per chunk: bit set = page is free        pages
-    page words      one per page: what the page is                    detached, batches, heap
+    page words      one per page: what the page is                    detached, batches, shelf,
+                                                                      heap
     live bits       64 words per page: bit set = an allocation        heap
                     begins here
 
@@ -72,7 +75,10 @@ G_PAGE_BITS = tl.constexpr(4)
 G_HINTS = tl.constexpr(5)
 G_ROW_WORDS = tl.constexpr(6)
 G_MAX_BATCH = tl.constexpr(7)
-G_WORDS = tl.constexpr(8)  # length of the control block
+G_SHELF = tl.constexpr(8)
+G_PLACES = tl.constexpr(9)
+G_SHELVABLE = tl.constexpr(10)  # what every word of SHELVED may count
+G_WORDS = tl.constexpr(11)  # length of the control block
 
 # Mutable words at fixed places.
 ERRORS = tl.constexpr(32)
@@ -87,6 +93,8 @@ GRANTED = tl.constexpr(160)
 TRANSIT = tl.constexpr(256)
 TRANSIT_STRIPES = tl.constexpr(32)
 TRANSIT_STRIDE = tl.constexpr(8)
+SHELVED = tl.constexpr(4)  # from a transit word to a count of pages on the shelf (32 bits)
+SHELF_CLOSED = tl.constexpr(1 << 40)  # in such a count: nothing is put on the shelf
 STRIPES = tl.constexpr(512)
 STRIPE_STRIDE = tl.constexpr(8)
 SPARE = tl.constexpr(4)  # from a stripe word to its spare batch
@@ -111,6 +119,9 @@ RUN = tl.constexpr(2 << 32)
 
 # Stripe word.
 BATCH_SHIFT = tl.constexpr(55)
+
+# A place of the shelf: what a run's pages are for; those of a slab: its class.
+FOR_RUN = tl.constexpr(63)
 
 
 @triton.jit

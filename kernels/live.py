@@ -141,20 +141,24 @@ def another(word, granule, size):
 
 
 @triton.jit
-def claim_any(heap, addr, size):
+def claim_any(heap, addr, size, late):
     """Set live bits: for each ``addr`` that is not 0 that of this slot, or else of another of its
     page, of ``size`` bytes. (The caller was promised one.) Returns the addresses.
 
-    What the slots' last owners did happens before anything that the caller does next.
+    What the slots' last owners did happens before anything that the caller does next. For tickets
+    claimed at once the ticket has acquired that; what is drawn, claimed ``late`` (a scalar), or
+    claimed in place of a ticket's slot, is acquired here.
     """
     base = load_base(heap)
     live = live_words(heap)
     page, granule = place_of(base, addr)
     word, lost = claim(live, page, granule, addr != 0)
+    late = late | any_lane(lost)
     while any_lane(lost):
         granule = tl.where(lost, another(word, granule, size), granule)
         word, lost = claim(live, page, granule, lost)
-    fence(heap + ERRORS)
+    if late:
+        fence(heap + ERRORS)
     return tl.where(addr != 0, address_of(base, page, granule), 0)
 
 
@@ -184,28 +188,33 @@ def clear(live, page, granule, active):
         orderly = (active == (lane < count)) & ((active == 0) | there)
         together = (count > 1) & (unit > 0) & (unit <= 2048)
         together = together & (count_lanes(orderly) == active.shape[0])
-        unit = tl.where(together, unit, 1)
-        before = tl.minimum(lane, divide(granule, unit))
-        further = tl.minimum(count - 1 - lane, divide(4095 - granule, unit))
-        turn, all_bits = speak_for(granule, unit, before, further)
-        speaks = active & (tl.where(together, turn, 0) == 0)
-        bits = tl.where(together, all_bits, bit)
-        counts = tl.where(together, further + 1, counts)
+        before = granule * 0
+        if together:
+            before = tl.minimum(lane, divide(granule, unit))
+            further = tl.minimum(count - 1 - lane, divide(4095 - granule, unit))
+            turn, bits = speak_for(granule, unit, before, further)
+            speaks = active & (turn == 0)
+            counts = further + 1
     old = tl.atomic_and(ptr, bits ^ -1, mask=speaks, sem="relaxed")
     wrong = tl.where(speaks, (old & bits) ^ bits, 0)
-    cleared = active & (wrong == 0)
     if is_block(active):
-        speaks = active & (tl.where(together, before, 0) == 0)
+        cleared = active
+        speaks = active & (before == 0)
+        if (together == 0) & (count > 1):
+            # (While the bits are on their way.)
+            leader, _rank, counts = alike(page, active)
+            speaks = active & (leader == lane)
         if any_lane(wrong != 0):
-            hit = heard(page, granule, wrong)
-            cleared = active & (tl.where(together, hit, wrong != 0) == 0)
+            hit = wrong != 0
+            if together:
+                hit = heard(page, granule, wrong)
+            # (Each for itself then.)
+            cleared = active & (hit == 0)
             speaks = cleared
             counts = counts * 0 + 1
             together = together != together
-        if (together == 0) & (count > 1):
-            leader, _rank, counts = alike(page, cleared)
-            speaks = cleared & (leader == lane)
         unit = tl.where(together & (count * unit >= 4096), unit, 0)
     else:
+        cleared = active & (wrong == 0)
         speaks = cleared
     return cleared, speaks, counts, unit

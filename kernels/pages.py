@@ -113,8 +113,9 @@ def collect(heap):
     """The sum of all epochs, or -1 while anything is in hand.
 
     Epochs only grow, so two equal sums with nothing in hand mean that between the two calls no
-    memory was put back or in transit: what a search in between did not find was not there. That
-    is the linearisation point of a failed malloc.
+    memory was put back or in transit, but by frees that have not returned (``shelf``): what a
+    search in between did not find was not there. That is the linearisation point of a failed
+    malloc.
     """
     lane = tl.arange(0, TRANSIT_STRIPES)
     fence(heap + TRANSIT)
@@ -151,6 +152,12 @@ def give_pages(heap, chunk, bits, active):
         was = was & lsr(was, step & 63)
         order += 1
     return hinted
+
+
+@triton.jit(noinline=True)
+def give_bits(heap, chunk, bits):
+    """:func:`give_pages` for one chunk (scalars). Returns 1 where it returns true."""
+    return give_pages(heap, chunk, bits, bits != 0).to(tl.int32)
 
 
 @triton.jit

@@ -21,16 +21,16 @@ Shared words and their writers
     *Class hint*: row ORDERS + class, a bit per chunk. PUBLISHED in a page word promises it.
 Linearisation
     malloc: the subtraction that returned enough credits, or the compare-and-swap of a draw, or
-    the take of whole pages. free: the subtraction from the page word, or the compare-and-swap that
-    retires filled pages.
+    the take of whole pages, from the page level or the shelf. free: the subtraction from the page
+    word, or the compare-and-swap that puts filled pages on the shelf.
 Who may do what
     Credits of a batch exist in one stripe word or spare only; its pages are ATTACHED, not
     PUBLISHED, and nobody draws from them. A page is retired by the compare-and-swap of its word
     from (detached, out = 0) to FREE: by (A) nobody has a slot, a promise or a credit in it, so
     nobody is inside. A free that finds its live bit clear touches no page word.
 Order
-    `fence` orders; the atomics are relaxed, but for the tickets of scalars and of blocks of one
-    class, which acquire, and exchanges and takes by one lane. Free fences before it clears the
+    `fence` orders; the atomics are relaxed, but for tickets, which acquire, and exchanges and takes
+    by one lane. Free fences before it clears the
     live bit, so the payload happens before that and before the subtraction. From there to the
     next owner the order passes through the bit (draw: the claim reads what the free cleared, and
     malloc fences behind it), or through subtraction -> fence of a refill, prefetch or retirement ->
@@ -64,6 +64,7 @@ from .layout import (
     stripe_place,
 )
 from .pages import FAR, collect, end_transit, enter_transit, first_hinted, lacks_pages, take_pages
+from .shelf import flush_shelf
 
 FLUSH_IDLE = tl.constexpr(0)  # only batches with a page that is free as a whole
 FLUSH_FREE = tl.constexpr(1)  # every batch with a free slot
@@ -109,17 +110,33 @@ def flush(heap, index, end, mode):
     and pages can be found by everybody. ``mode`` is a FLUSH constant. Returns how many were
     dissolved."""
     dissolved = end * 0
-    index = next_batch(heap, index, end, mode)
-    while index < FAR:
-        enter_transit(heap)
-        ptr = heap + STRIPES + index * SPARE
-        # (Acquire: the credits' former owners happen before whoever draws them.)
-        old = tl.atomic_xchg(ptr, tl.full((), 0, tl.int64), sem="acquire")
-        detach(heap, index // (load_geometry(heap, G_STRIPES) * 2).to(tl.int32), old)
-        end_transit(heap, index * 0 + 1)
-        dissolved += 1
-        index = next_batch(heap, index + 1, end, mode)
+    while index < end:
+        index = next_batch(heap, index, end, mode)
+        if index < FAR:
+            enter_transit(heap)
+            ptr = heap + STRIPES + index * SPARE
+            # (Acquire: the credits' former owners happen before whoever draws them.)
+            old = tl.atomic_xchg(ptr, tl.full((), 0, tl.int64), sem="acquire")
+            detach(heap, index // (load_geometry(heap, G_STRIPES) * 2).to(tl.int32), old)
+            end_transit(heap, index * 0 + 1)
+            dissolved += 1
+            index += 1
     return dissolved
+
+
+@triton.jit(noinline=True)
+def flush_all(heap, cls, mode, most):
+    """Make findable what stripes and shelf keep: with ``mode`` FLUSH_FREE, the free slots of class
+    ``cls``; then, or with FLUSH_IDLE, free pages, and those of up to ``most`` places of the shelf
+    (int32 scalars). Returns 0 if there was nothing."""
+    gained = mode * 0
+    while mode >= FLUSH_IDLE:
+        stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
+        first = tl.where(mode == FLUSH_FREE, cls, 0) * stripes * 2
+        end = tl.where(mode == FLUSH_FREE, cls + 1, NUM_CLASSES) * stripes * 2
+        gained += flush(heap, first, end, mode)
+        mode -= 1
+    return gained + flush_shelf(heap, most)
 
 
 @triton.jit
@@ -228,14 +245,7 @@ def find_slots(heap, cls, stripe, need, state):
                 if index != FAR:
                     place = open_whole(heap, cls, need)
             if place == 0:
-                gained = need * 0
-                mode = need * 0 + FLUSH_FREE
-                while mode >= FLUSH_IDLE:
-                    stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
-                    first = tl.where(mode == FLUSH_FREE, cls, 0) * stripes * 2
-                    end = tl.where(mode == FLUSH_FREE, cls + 1, NUM_CLASSES) * stripes * 2
-                    gained += flush(heap, first, end, mode)
-                    mode -= 1
+                gained = flush_all(heap, cls, need * 0 + FLUSH_FREE, need * 0 + 1)
                 after = collect(heap)
                 same = (gained == 0) & (after >= 0) & (after == before)
                 quiet = tl.where(same, quiet + 1, 0)
@@ -253,8 +263,7 @@ def find_run(heap, n):
     while (page < 0) & (quiet < 2):
         page = take_pages(heap, n, program_count())
         if page < 0:
-            stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
-            gained = flush(heap, n * 0, stripes * (2 * NUM_CLASSES), n * 0 + FLUSH_IDLE)
+            gained = flush_all(heap, n * 0, n * 0 + FLUSH_IDLE, n * 0 + FAR)
             after = collect(heap)
             same = (gained == 0) & (after >= 0) & (after == before)
             quiet = tl.where(same, quiet + 1, 0)

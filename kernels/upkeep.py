@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 
 from .api import free, malloc, usable_size
+from .layout import G_PLACES, load_geometry
+from .shelf import clear_place
 from .slabs import FLUSH_ALL, flush
 
 
@@ -37,7 +39,12 @@ def usable_size_kernel(heap, addrs, sizes, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def trim_kernel(heap, batches):
-    """Dissolve 64 batches per program: whatever is free can then be found by
-    anybody, and pages that are free as a whole go back to the page level."""
+    """Dissolve 64 batches per program and clear as many places of the shelf: whatever is free can
+    then be found by anybody, and pages that are free as a whole go back to the page level."""
     first = tl.program_id(0) * 64
     flush(heap, first, tl.minimum(first + 64, batches), first * 0 + FLUSH_ALL)
+    places = load_geometry(heap, G_PLACES).to(tl.int32)
+    place = first
+    while place < tl.minimum(first + 64, places):
+        clear_place(heap, place)
+        place += 1

@@ -41,6 +41,10 @@ class Damage:
     def live_word(self, page: int, word: int = 0) -> int:
         return self.geometry.live_bits + page * layout.LIVE_WORDS.value + word
 
+    def shelve(self, page: int, use: int, length: int = 1) -> None:
+        self.words[self.geometry.shelf] = use + (page << 32) + (length << layout.BATCH_SHIFT.value)
+        self.add(TRANSIT + SHELVED, length)
+
     def hint(self, row: int) -> int:
         return self.geometry.hints + row * self.geometry.row_words
 
@@ -70,6 +74,8 @@ def move_live_bit(damage: Damage) -> None:
 
 KIND = layout.KIND_SHIFT.value
 ORDERS = layout.ORDERS.value
+SHELVED = layout.SHELVED.value
+FOR_RUN = layout.FOR_RUN.value
 SLOT_CLASS = CLASS_SIZES.index(1024)
 
 PLANTED: dict[str, tuple[str, Callable[[Damage], None]]] = {
@@ -99,6 +105,12 @@ PLANTED: dict[str, tuple[str, Callable[[Damage], None]]] = {
     "a page beyond the end": ("H2", lambda d: d.flip_page_bit(PAGES)),
     "a wrong number of used pages": ("H2", lambda d: d.add(layout.USED.value, 1)),
     "a wrong number of pages in batches": ("H4", lambda d: d.add(layout.HELD.value, 1)),
+    "a wrong number of pages on the shelf": ("H2", lambda d: d.add(TRANSIT + SHELVED, 1)),
+    "a slab on the shelf that is in use": ("H4", lambda d: d.shelve(d.slabs[0], SLOT_CLASS)),
+    "a free page on the shelf": ("H1", lambda d: d.shelve(d.free[0], SLOT_CLASS)),
+    "nothing on the shelf, for some use": ("H4", lambda d: d.shelve(d.free[0], SLOT_CLASS, 0)),
+    "more on the shelf than there is": ("H4", lambda d: d.shelve(PAGES - 1, SLOT_CLASS, 3)),
+    "a run on the shelf that is in use": ("H4", lambda d: d.shelve(d.runs[0], FOR_RUN, 3)),
     "something in hand": ("H2", lambda d: d.add(TRANSIT, 1 << 44)),
     "a hidden slab": ("H3", lambda d: d.flip(d.page(d.slabs[0]), 31)),
     "an empty slab": ("H3", empty_slab),

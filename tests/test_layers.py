@@ -22,6 +22,7 @@ KERNEL_LAYERS = [
     {"record", "lanes", "table"},
     {"payload", "groups"},
     {"pages", "live", "guards"},
+    {"shelf"},
     {"detached"},
     {"batches"},
     {"slabs"},

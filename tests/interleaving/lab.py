@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from devalloc import Heap
+from devalloc.heap_state import MIN_SHELF
 from devalloc.sizes import PAGE_BYTES
 from devalloc.testing import Exhaustive, Interleaving, Launch, Report, Run, Strategy
 from tests.interleaving.history import History, blocks_of
@@ -31,9 +32,10 @@ STEPS = 4000
 SLOTS = 32
 
 # Pages of a heap in which neighbouring programs use different stripes; in the small heaps of the
-# other scenarios all programs meet in one.
+# other scenarios all programs meet in one, and nothing lies on the shelf.
 TWO_STRIPES = 64
 FOUR_STRIPES = 128
+SHELF = MIN_SHELF
 
 Plan = tuple[tuple[Strategy | Exhaustive, int], ...]
 

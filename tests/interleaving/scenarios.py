@@ -9,7 +9,7 @@ from __future__ import annotations
 from devalloc.sizes import PAGE_BYTES
 from devalloc.testing import PCT, Exhaustive, Random
 from tests.interleaving.directed import Turn, directed
-from tests.interleaving.lab import FOUR_STRIPES, TWO_STRIPES, Plan, Scenario
+from tests.interleaving.lab import FOUR_STRIPES, SHELF, TWO_STRIPES, Plan, Scenario
 from tests.interleaving.scripts import (
     free,
     free_at,
@@ -168,6 +168,23 @@ ALL = (
         ),
         plan=mostly(60),
     ),
+    # Program 1 has looked at two chunks and is about to claim them; 4 takes a page of the second.
+    Scenario(
+        "front_of_a_run",
+        pages=192,
+        before=(64 * PAGE, 64 * PAGE),
+        script=(
+            (free(0), malloc(4, 65 * PAGE)),
+            (free(1), malloc(5, 128 * PAGE)),
+            (),
+            (),
+            (malloc(6, PAGE),),
+        ),
+        plan=(
+            *directed(Turn(0, "run_script", 3), Turn(1, "claim_chunks"), Turn(4), Turn(1), Turn(0)),
+            (PCT(depth=3), 20),
+        ),
+    ),
     Scenario(
         "in_hand_slots",
         pages=1,
@@ -322,6 +339,61 @@ ALL = (
             (malloc(5, HALF), free(5)),
         ),
         plan=mostly(20),
+    ),
+    # The same and a run, where what is freed stays on the shelf, and is asked for again or not.
+    Scenario(
+        "shelf_changes_use",
+        pages=SHELF,
+        script=(
+            (
+                malloc_lanes(0, HALF),
+                malloc(4, PAGE),
+                free_lanes(0),
+                free(4),
+                malloc(5, PAGE),
+                malloc(6, PAGE),
+                malloc(7, 2 * PAGE),
+                free(7),
+                malloc_lanes(0, HALF),
+            ),
+            (malloc_lanes(8, HALF), free_lanes(8), malloc_lanes(8, HALF)),
+        ),
+        plan=mostly(6),
+    ),
+    # All that is free lies on the shelf, once program 3 has taken the rest. 1 takes it from there
+    # and finds it too little; 2 needs it.
+    Scenario(
+        "shelf_or_search",
+        pages=SHELF + 64,
+        filler=SHELF - 64,
+        script=(
+            (malloc_lanes(0, HALF), free_lanes(0)),
+            (malloc(4, 3 * PAGE),),
+            (malloc(5, 2 * PAGE), free(5)),
+            (malloc(6, 64 * PAGE), malloc(7, 62 * PAGE)),
+        ),
+        plan=(
+            *directed(Turn(0), Turn(3), Turn(1, "clear_place", 2), Turn(2)),
+            *mostly(8),
+        ),
+    ),
+    # Pages of a program's own lie on the shelf; a page that others can find does not.
+    Scenario(
+        "shelf_or_batch",
+        pages=SHELF,
+        before=(HALF, HALF, HALF),
+        script=((free_lanes(0),), (malloc(4, HALF), free(4))),
+        plan=mostly(10),
+    ),
+    # Program 0 frees a slot of a page of its own; before it settles the page, 1 draws the slot, and
+    # 2 frees all that is in the page, which goes on the shelf.
+    Scenario(
+        "shelf_settled_late",
+        pages=SHELF,
+        filler=320,
+        before=(HALF, HALF),
+        script=((malloc_lanes(4, HALF), free(4)), (malloc(4, HALF),), (free_lanes(4),)),
+        plan=directed(Turn(0, "settle"), Turn(1), Turn(2), Turn(0)),
     ),
     Scenario(
         "double_free_of_one_lane",
