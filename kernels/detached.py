@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
-from .bits import floor_log2, lsr, mix, popcount, select_bit
+from .bits import floor_log2, low_mask, lsr, mix, popcount
 from .lanes import any_lane, first_lane, lane_bits, least_of, or_lanes, pick, width
 from .layout import (
     ATTACHED,
@@ -254,17 +254,10 @@ def draw_from(heap, cls, chunk, words, free, need, salt):
         leave = tl.where(again, 0, leave)
     # As many pages as are needed, beginning anywhere, so that programs do not meet in the first.
     choices = popcount(fits)
-    first = (fits & 0) + -1 << select_bit(fits, salt % choices).to(tl.int64)
-    wanted = tl.minimum(need >> k, choices)
-    after = fits & first
-    ahead = popcount(after)
-    last = select_bit(after, tl.minimum(wanted, ahead) - 1).to(tl.int64)
-    chosen = after & lsr((fits & 0) - 1, 63 - last)
-    if wanted > ahead:
-        before = fits & (first ^ -1)
-        last = select_bit(before, wanted - ahead - 1).to(tl.int64)
-        chosen = chosen | (before & lsr((fits & 0) - 1, 63 - last))
-    mine = ((lsr(chosen, lane.to(tl.int64)) & 1) != 0) & has_begun(announced)
+    turn = popcount(fits & low_mask(lane)) - salt % choices
+    turn = tl.where(turn < 0, turn + choices, turn)
+    fit = (lsr(fits, lane.to(tl.int64)) & 1) != 0
+    mine = fit & (turn < (need >> k)) & has_begun(announced)
     more = (words & 0) + 1 << k.to(tl.int64)
     ptr = page_word_ptr(heap, chunk * 64 + lane)
     got = mine & (mine == 0)

@@ -3,8 +3,8 @@
 Everything above is written once for a scalar request of the whole program and for a block with a
 request per lane. A scalar is a block of one lane that needs no reductions.
 
-Where bits are gathered, or one lane's, words of 64 are reduced by halves: NVIDIA has an instruction
-that reduces 32 bits over a warp, and what takes 64 is five exchanges, each waiting for the last.
+Flags are made bits, and one lane is picked, by halves of a word: NVIDIA has an instruction that
+reduces 32 bits over a warp, and what takes 64 is five exchanges, each waiting for the last.
 """
 
 import triton
@@ -108,8 +108,7 @@ def bitwise_or(a, b):
 def or_lanes(words):
     """The union of the lanes' words of bits."""
     if is_block(words):
-        high, low = halves(words)
-        union = join(tl.reduce(high, 0, bitwise_or), tl.reduce(low, 0, bitwise_or))
+        union = tl.reduce(words, 0, bitwise_or)
     else:
         union = words
     return union

@@ -207,7 +207,10 @@ def clear(live, page, granule, active):
         if any_lane(wrong != 0):
             hit = wrong != 0
             if together:
-                hit = heard(page, granule, wrong)
+                # (Of consecutive slots the first in a word has spoken.)
+                period_log2, _apart = word_period(unit)
+                speaker = lane - (before >> period_log2 << period_log2)
+                hit = (tl.gather(wrong, speaker, 0) & bit) != 0
             # (Each for itself then.)
             cleared = active & (hit == 0)
             speaks = cleared

@@ -8,7 +8,8 @@ of that number wants as many pages for the same use, it takes them by a look and
 
 Shared words and their writers
     *Place*: 0, or pages with their use: in the form of a stripe word, with the use in place of the
-    credits. put and take compare and swap it, a flush exchanges it.
+    credits. put and take compare and swap it; a flush exchanges it, and a put that finds it
+    occupied.
     *SHELVED*: how many pages lie at every 32nd place. put adds before its swap, take and flush
     subtract after theirs, so it is never too low. A bit in all of them closes the shelf: set by a
     search that would fail, cleared by who was not let in and sees that there are pages again.
@@ -145,8 +146,8 @@ def announce_put(heap, length):
 def put_on_shelf(heap, page, length, use, announced):
     """Put ``length`` pages (int32 scalars), which the program has emptied and has alone, at its
     place. ``announced``: what :func:`announce_put` returned. Returns 1; or 2 if something lay
-    there, which it has given back, so that it may be tried again; or 0 if the shelf is closed, or
-    too much lies on it already."""
+    there, which has gone now: try again; or 0 if the shelf is closed, or too much lies on it
+    already."""
     lane = tl.arange(0, 32)
     most = load_geometry(heap, G_SHELVABLE).to(tl.int32)
     counted = tl.where(announced >= SHELF_CLOSED, CLOSED, announced.to(tl.int32))

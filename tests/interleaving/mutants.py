@@ -240,7 +240,7 @@ ALL = (
     Mutant(
         name="not_heard_in_free",
         file="live.py",
-        old="hit = heard(page, granule, wrong)",
+        old="hit = (tl.gather(wrong, speaker, 0) & bit) != 0",
         new="hit = wrong != wrong",
         breaks="of lanes that free together, those are believed whose slot was free already",
         scenario="double_free_of_one_lane",
@@ -248,8 +248,8 @@ ALL = (
     Mutant(
         name="speaker_hears_for_all",
         file="live.py",
-        old="hit = hit | (mine & ((bit & pick(wrong, speaker)) != 0))",
-        new="hit = hit | mine",
+        old="hit = (tl.gather(wrong, speaker, 0) & bit) != 0",
+        new="hit = tl.gather(wrong, speaker, 0) != 0",
         breaks="lanes share the fault of one: their slots are never accounted free",
         scenario="double_free_of_one_lane",
     ),
@@ -347,7 +347,8 @@ ALL = (
             # What the slots' former owners did, before whoever takes a ticket.
             fence(stripe)
             rest = place - tl.minimum(stripe_credits(place), need).to(tl.int64)
-            put_aside(heap, cls, stripe, tl.atomic_xchg(stripe, rest, sem="acquire"))
+            used = tl.atomic_xchg(stripe, rest, sem="acquire")
+            put_aside(heap, cls, stripe, used, place != 0)
         else:
             place = place & 0
     else:
@@ -360,7 +361,8 @@ ALL = (
         if atomic_cas(stripe + SPARE, place, place & 0) == place:
             fence(stripe)
             rest = place - tl.minimum(stripe_credits(place), need).to(tl.int64)
-            put_aside(heap, cls, stripe, tl.atomic_xchg(stripe, rest, sem="acquire"))
+            used = tl.atomic_xchg(stripe, rest, sem="acquire")
+            put_aside(heap, cls, stripe, used, place != 0)
         else:
             place = place & 0
     else:
