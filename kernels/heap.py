@@ -162,7 +162,7 @@ def malloc_any(heap, nbytes, active):
     unserved = any_lane(rest | (taken != 0))
     halves = same & half
     if is_block(rest) == 0:
-        # (The same function does both.)
+        # (For a scalar, one function does that and the prefetch.)
         unserved = unserved | half
     if unserved:
         if is_block(rest):

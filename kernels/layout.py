@@ -13,7 +13,8 @@ reach it. Words 0..31 never change after the heap is made and may be loaded plai
     RUNS            runs handed out as large allocations              heap
     GRANTED         per class: slots handed out as credits            batches, detached
     TRANSIT         in-hand counts and epochs, striped                pages, for all
-    ... + SHELVED   pages on the shelf, striped by its places         shelf
+    ... + SHELVED   pages on the shelf, striped by its places; a bit  shelf
+                    in each: closed
     STRIPES         per class and stripe: the stripe word, and a      heap, batches, slabs
                     spare batch, also as a stripe word
     places          pages on the shelf and their use, per place       shelf
