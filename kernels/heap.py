@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .atomics import atomic_load, fence
 from .batches import half_used, open_whole, own_stripe, prefetch
-from .bits import divide, lsr, mix, popcount, select_bit
+from .bits import divide, lowest_bit, lsr, mix, popcount, select_bit
 from .detached import is_hidden, is_idle, settle_lanes, shelve_filled_lanes
 from .groups import alike, from_leader
 from .lanes import (
@@ -24,6 +24,7 @@ from .lanes import (
     first_lane,
     is_block,
     lane_index,
+    or_lanes,
     pick,
     pick_first,
     rank_of,
@@ -160,7 +161,8 @@ def malloc_any(heap, nbytes, active):
     addr = tl.where(got, address_of(base, page, granule), 0)
     rest = active & (got == 0) & (nbytes != 0)
     unserved = any_lane(rest | (taken != 0))
-    halves = same & half
+    # (A bit per class: flags of lanes, kept through all that follows, would cost registers.)
+    halves = tl.where(half, (word & 0) + 1 << cls.to(tl.int64), 0)
     if is_block(rest) == 0:
         # (For a scalar, one function does that and the prefetch.)
         unserved = unserved | half
@@ -172,21 +174,19 @@ def malloc_any(heap, nbytes, active):
             # (Who wants one class has waited, or found that there are no whole pages.)
             polls = tl.where(alone, 0, count * 0 + POLLS)
             promised = tl.where(lost, addr, 0)
-            more, halves = malloc_rest(
-                heap, nbytes, classes, rest, promised, tries, crossed, polls, halves
+            more, found = malloc_rest(
+                heap, nbytes, classes, rest, promised, tries, crossed, polls
             )
+            halves = halves | found
             addr = tl.where(rest | lost, more, addr)
         else:
             addr = malloc_rest_scalar(heap, nbytes, addr, word, (taken != 0).to(tl.int32))
     if is_block(rest):
         # (Here, not in the code above, which few have fetched.)
-        going = half | unserved
-        while going:
-            now = pick_first(classes, halves)
-            going = now >= 0
-            if going:
-                prefetch(heap, now, own_stripe(heap, now))
-                halves = halves & (classes != now)
+        while halves != 0:
+            cls = lowest_bit(halves)
+            prefetch(heap, cls, own_stripe(heap, cls))
+            halves = halves & (halves - 1)
     tl.debug_barrier()
     return addr
 
@@ -219,17 +219,18 @@ def malloc_rest_scalar(heap, nbytes, addr, word, lost):
 
 
 @triton.jit
-def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls, halves):
+def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
     """Serve the lanes in ``rest``, which got no ticket: those of a block of several classes, who
     are to try (``tries``), those that came to a dry stripe, and large and impossible sizes. Serve
     also those that were ``promised`` a slot (an address, or 0) that somebody else has now. Returns
-    the addresses in all these lanes, and ``halves``: the lanes whose tickets used up the first half
-    of a batch, those of the tickets taken here among them. The ``crossed`` lanes' stripes are ours
-    to refill; ``polls`` is how often to look at the others before a search, 0 if that was done."""
+    the addresses in all these lanes, and a word of bits: the classes of which the tickets taken
+    here used up the first half of a batch. The ``crossed`` lanes' stripes are ours to refill;
+    ``polls`` is how often to look at the others before a search, 0 if that was done."""
     patience = polls
     # Claims behind waits and searches come late, and fence: what their slots were used for since
     # the ticket (once their batch was dissolved) has to be acquired, as what is drawn.
     late = polls == 0
+    halves = rest & (rest == 0)
     pending = rest & (nbytes > 0) & (nbytes <= MAX_SLOT)
     sizes = class_bytes(classes)
     stripes = own_stripe(heap, classes)
@@ -282,7 +283,8 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls, ha
         addr = tl.where(lane_index(large) == at, run, addr)
         at = first_lane(large & (lane_index(large) > at))
     report_failed(heap, nbytes, rest & (addr == 0))
-    return addr, halves
+    used = or_lanes(tl.where(halves, (nbytes & 0) + 1 << classes.to(tl.int64), 0))
+    return addr, used
 
 
 @triton.jit
