@@ -52,7 +52,6 @@ from .pages import (
     end_transit,
     enter_transit,
     has_begun,
-    lacks_pages,
     leave_transit,
     take_within_chunk,
     transit_ptr,
@@ -144,7 +143,7 @@ def open_pages(heap, cls, batch, least, used, state, takers):
         page = take_within_chunk(heap, batch, takers)
         if page < 0:
             # (Shorter only if there is any page at all: a full heap is found full at once.)
-            batch = tl.where(lacks_pages(heap, batch * 0 + 1) != 0, 0, batch >> 1)
+            batch = tl.where(page < -1, 0, batch >> 1)
     result = tl.full((), 0, tl.int64)
     if page >= 0:
         lane = tl.arange(0, 64)
@@ -334,8 +333,9 @@ def swap(heap, cls, stripe, need):
 @triton.jit(noinline=True)
 def refill(heap, cls, stripe, need):
     """Give ``stripe``, of class ``cls``, which is dry and has no spare to :func:`swap`, a batch and
-    keep up to ``need`` slots of it for the caller (int32 scalars). Returns (place, pages): a stripe
-    word of whose credits the caller owns the first min(need, credits) and 0, or a draw, or 0 and 0.
+    keep up to ``need`` slots of it for the caller (int32 scalars). Returns (place, pages, twice): a
+    stripe word of whose credits the caller owns the first min(need, credits), 0 and 0; or a draw;
+    or zeros.
 
     The stripe is taken away from everybody first: its batches are then ours alone to renew or to
     detach, and others that come by see it below zero. If the heap fills, slots of detached pages
@@ -344,6 +344,7 @@ def refill(heap, cls, stripe, need):
     free again when the next one is used up, it is renewed.
     """
     pages = tl.full((), 0, tl.int64)
+    twice = pages
     _word, _spare, limit, share, front = announce(heap, stripe)
     # Announced before anything is taken.
     fence(stripe)
@@ -373,7 +374,7 @@ def refill(heap, cls, stripe, need):
         lost = pack_stripe(page + kept, batch - kept, kept * 0)
         detach(heap, cls, tl.where((place == 0) & (spare == 0), 0, lost))
         if (place == 0) & (need > 0) & (length == 0):
-            place, pages = draw(heap, cls, need, need * 0 + 2)
+            place, pages, twice = draw(heap, cls, need, need * 0 + 2)
         if (place | pages) == 0:
             place = open_batch(heap, cls, tl.maximum(length, 1), need * 0 + 1, front)
     mine = tl.minimum(tl.maximum(stripe_credits(place), 0), need)
@@ -381,7 +382,7 @@ def refill(heap, cls, stripe, need):
     put_aside(heap, cls, stripe, aside, (pages == 0) & (length > 0))
     # (What was put, was put by atomics that have returned what decided a branch.)
     end_transit(heap, need * 0 + 1)
-    return place, pages
+    return place, pages, twice
 
 
 @triton.jit(noinline=True)

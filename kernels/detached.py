@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
-from .bits import floor_log2, low_mask, lsr, mix, popcount
+from .bits import floor_log2, low_mask, lsr, mix, popcount, select_bit
 from .lanes import any_lane, first_lane, lane_bits, least_of, or_lanes, pick, width
 from .layout import (
     ATTACHED,
+    CHUNK_PAGES,
     CLASS_SHIFT,
-    G_ROW_WORDS,
+    G_PAGES,
     GRANTED,
     ORDERS,
     PUBLISHED,
@@ -46,9 +47,8 @@ from .pages import (
     follow_peak,
     give_bits,
     has_begun,
-    hinted_chunk,
     leave_transit,
-    one_of,
+    spread,
 )
 from .shelf import announce_put, count_shelved, put_on_shelf
 
@@ -231,96 +231,113 @@ def unpublish(heap, cls, chunk):
 @triton.jit
 def draw_from(heap, cls, chunk, words, free, need, salt):
     """Promise the caller up to ``need`` slots in pages of a chunk whose page words were ``words``
-    and had ``free`` slots (blocks of 64): 2**k slots in each of some pages. Returns k and the
-    pages as a word of bits, 0 if other programs left nothing."""
+    and had ``free`` slots (blocks of 64): 2**k slots in each of some pages, and 2**k more in some
+    of these if that is not enough. Returns k and both sets of pages as words of bits; 0 if other
+    programs left nothing."""
     lane = tl.arange(0, 64)
     announced = begin_transit(heap)
-    # The largest k that gives enough and leaves three quarters of what is free, as slots are soon
-    # found where many are clear. Or the largest that gives enough, or the one that gives most.
+    # The largest k that gives enough and leaves seven eighths of what is free, as slots are soon
+    # found where many are clear. Or half, or nothing; at last the one that gives most.
     k = need * 0
     fits = tl.full((), 0, tl.int64)
     most = need * 0
     free_most = tl.max(free, axis=0)
-    leave = need * 0 + 2
-    step = floor_log2(tl.minimum(tl.maximum(free_most >> 2, 1), need))
+    leave = need * 0 + 3
+    step = floor_log2(tl.minimum(tl.maximum(free_most >> 3, 1), need))
     while (step >= 0) & (most < need):
         pages = lane_bits((free >> (step + leave)) != 0)
-        better = (popcount(pages) << step) > most
-        k = tl.where(better, step, k)
-        fits = tl.where(better, pages, fits)
-        most = popcount(fits) << k
+        gives = tl.minimum(popcount(pages), need >> step) << step
+        k = tl.where(gives >= most, step, k)
+        fits = tl.where(gives >= most, pages, fits)
+        most = tl.maximum(gives, most)
         again = (step == 0) & (leave > 0) & (most < need)
-        step = tl.where(again, floor_log2(tl.minimum(free_most, need)), step - 1)
-        leave = tl.where(again, 0, leave)
+        leave = tl.where(again, leave >> 1, leave)
+        most_left = tl.maximum(free_most >> leave, 1)
+        step = tl.where(again, floor_log2(tl.minimum(most_left, need)), step - 1)
     # As many pages as are needed, beginning anywhere, so that programs do not meet in the first.
+    # If there are too few, some twice, if they have as much.
     choices = popcount(fits)
+    wanted = need >> k
     turn = popcount(fits & low_mask(lane)) - salt % choices
     turn = tl.where(turn < 0, turn + choices, turn)
     fit = (lsr(fits, lane.to(tl.int64)) & 1) != 0
-    mine = fit & (turn < (need >> k)) & has_begun(announced)
+    mine = fit & (turn < wanted) & has_begun(announced)
+    rich = mine & ((free >> (k + 1)) != 0)
+    rich = rich & (popcount(lane_bits(rich) & low_mask(lane)) < wanted - choices)
     more = (words & 0) + 1 << k.to(tl.int64)
     ptr = page_word_ptr(heap, chunk * 64 + lane)
     got = mine & (mine == 0)
     while any_lane(mine):
         expected = tl.where(mine, words, 0)
-        seen = atomic_cas(ptr, expected, tl.where(mine, words + more, 0))
+        taken = tl.where(rich, words + more, words) + more
+        seen = atomic_cas(ptr, expected, tl.where(mine, taken, 0))
         hit = mine & (seen == expected)
         got = got | hit
         # Where others were faster, again, if there still is enough (twice as much, while pages
         # with more are to be had).
         words = tl.where(mine, seen, words)
-        enough = (free_slots(words, cls, class_slots(cls)) >> (k + (leave >> 1))) != 0
-        mine = mine & (hit == 0) & enough
+        free = free_slots(words, cls, class_slots(cls))
+        mine = mine & (hit == 0) & ((free >> (k + (leave >> 1))) != 0)
+        rich = rich & (hit | ((free >> (k + 1)) != 0))
     won = lane_bits(got)
-    granted = popcount(won) << k
+    twice = lane_bits(got & rich)
+    granted = popcount(won) + popcount(twice) << k
     tl.atomic_add(heap + GRANTED + cls, granted.to(tl.int64), sem="relaxed")
     # (What the swap returned says how many were granted.)
     end_transit(heap, (granted > 0).to(tl.int32))
-    return k, won
+    return k, won, twice
 
 
 @triton.jit(noinline=True)
 def draw(heap, cls, need, looks):
     """Draw up to ``need`` slots of class ``cls`` from detached pages of a chunk (all int32).
-    Returns (place, pages).
+    Returns (place, pages, twice).
 
-    ``pages`` is a word of bits; place is a stripe word without a batch: its page is the first of
-    the chunk that the bits count from, and in each page set the caller has 2**credits slots.
-    pages = 0: nothing was found. At most ``looks`` hinted chunks are looked at; with 0 all are,
-    and hints that lead to nothing are dropped. First fit by address, but over some candidates,
-    16 times as many as the launch has programs, so that these do not meet on the same page words.
+    ``pages`` and ``twice`` are words of bits; place is a stripe word without a batch: its page is
+    the first of the chunk that the bits count from. In each page set the caller has 2**credits
+    slots, and in those of ``twice`` as many again. pages = 0: nothing was found. At most ``looks``
+    hinted chunks are looked at; with 0 all are, and hints that lead to nothing are dropped. First
+    fit by address, but over some candidates, 16 times as many as the launch has programs, so that
+    these do not meet on the same page words. Each has its place among them, and takes it to have
+    slots without looking at the hints. Then these lead, and the choice is hashed.
     """
     lane = tl.arange(0, 64)
     row = ORDERS + cls
-    salt = mix(program_index())
     slots = class_slots(cls)
     place = tl.full((), 0, tl.int64)
     pages = tl.full((), 0, tl.int64)
-    left = tl.where(looks == 0, FAR, looks)
-    width = tl.minimum(program_count(), 1 << 12) << 4
-    words = load_geometry(heap, G_ROW_WORDS).to(tl.int32)
-    front = tl.minimum((width >> 6) + 1, words)  # where to look first
-    start = one_of(front, salt >> 10)
+    twice = pages
+    left = tl.where(looks == 0, FAR, looks + 1)
+    hints = tl.where(looks == 0, pages, -1)
+    chunks = (load_geometry(heap, G_PAGES).to(tl.int32) + CHUNK_PAGES - 1) >> 6
+    width = tl.minimum(tl.minimum(program_count(), 1 << 12) << 4, chunks)
+    salt = program_index()
+    target = spread(salt, width)  # where to look first
+    start = target >> 6
     while left > 0:
-        # One word alone: mostly it serves, and rows that all programs read are slow.
         index = start
-        hints = atomic_load(hint_ptr(heap, row, start * 64))
         if hints == 0:
-            index, hints = first_hinted(heap, row, start)
+            # One word alone: mostly it serves, and rows that all programs read are slow.
+            hints = atomic_load(hint_ptr(heap, row, start * 64))
+            if hints == 0:
+                index, hints = first_hinted(heap, row, start)
         if index != FAR:
-            chunk = index * 64 + hinted_chunk(hints, width, salt)
+            choices = tl.minimum(popcount(hints), width)
+            chunk = index * 64 + select_bit(hints, (target & 63) * choices >> 6)
             states = atomic_load(page_word_ptr(heap, chunk * 64 + lane))
             free = free_slots(states, cls, slots)
+            salt = mix(salt + 1)
             if tl.sum(free, axis=0) > 0:
-                k, pages = draw_from(heap, cls, chunk, states, free, need, salt)
+                k, pages, twice = draw_from(heap, cls, chunk, states, free, need, salt)
                 place = tl.where(pages != 0, pack_stripe(chunk * 64, k * 0, k), 0)
             elif looks == 0:
                 unpublish(heap, cls, chunk)
-            salt = mix(salt)
             left = tl.where(pages != 0, 0, left - 1)
-            start = one_of(front, salt >> 10)
+            target = spread(salt, width)
+            start = target >> 6
         else:
             # Nothing from there on: all over from the front, or there is nothing at all.
             left = tl.where(start > 0, left, 0)
             start = start * 0
-    return place, pages
+        hints = hints & 0
+    return place, pages, twice

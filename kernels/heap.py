@@ -93,19 +93,22 @@ def find_class(heap, cls, stripe, rank, active, need, state):
     ``state`` as in ``slabs.find_slots``. Returns the address of the slot that each lane was
     promised, or 0, and whether anything was found."""
     size = class_bytes(cls)
-    place, pages = find_slots(heap, cls, stripe, need, state)
-    # A draw: 2**k slots in every page set, anywhere in it.
+    place, pages, twice = find_slots(heap, cls, stripe, need, state)
+    # A draw: 2**k slots in every page set, anywhere in it, and as many again in some.
     drawn = pages != 0
     k = tl.where(drawn, stripe_credits(place), 0)
-    total = tl.where(drawn, popcount(pages) << k, stripe_credits(place))
+    once = popcount(pages)
+    total = tl.where(drawn, once + popcount(twice) << k, stripe_credits(place))
     got = active & (rank < total)
     page, slot = ticket_slot(tl.where(drawn, 0, place), rank, size, got)
     first, _batch = stripe_place(place)
-    at = select_bit(pages + rank.to(tl.int64) * 0, tl.where(got, rank >> k, 0))
+    again = (rank >> k) - once
+    which = tl.where(again < 0, pages, twice)
+    at = select_bit(which, tl.where(got, tl.where(again < 0, rank >> k, again), 0))
     # Neighbours from some slot on: they lie in different words, or are different bits of one.
     slots = slots_of(size)
     first_slot = (mix(program_index() * 4096 + at) & 0xFFFF) * slots >> 16
-    anywhere = first_slot + (rank & ((rank * 0 + 1 << k) - 1))
+    anywhere = first_slot + (rank & ((rank * 0 + 1 << k) - 1)) + tl.where(again < 0, 0, 1 << k)
     anywhere = tl.where(anywhere < slots, anywhere, anywhere - slots)
     page = tl.where(drawn, first + at, page)
     slot = tl.where(drawn, anywhere, slot)
@@ -174,9 +177,7 @@ def malloc_any(heap, nbytes, active):
             # (Who wants one class has waited, or found that there are no whole pages.)
             polls = tl.where(alone, 0, count * 0 + POLLS)
             promised = tl.where(lost, addr, 0)
-            more, found = malloc_rest(
-                heap, nbytes, classes, rest, promised, tries, crossed, polls
-            )
+            more, found = malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls)
             halves = halves | found
             addr = tl.where(rest | lost, more, addr)
         else:

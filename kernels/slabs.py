@@ -198,7 +198,7 @@ def find_slots(heap, cls, stripe, need, state):
     """Slots for ``need`` requests of class ``cls`` (int32 scalars) when ``stripe`` had no tickets.
     ``state`` 1: our subtraction took the stripe below zero, so the refill is ours; -1: we have
     waited for tickets, or tried to get whole pages, and want more; 0: neither. Returns (place,
-    pages), as :func:`refill` does.
+    pages, twice), as :func:`refill` does.
 
     First at that stripe, if we have not waited there; then everywhere, until something is found or
     two passes were quiet (nothing found, nothing put back, nothing in hand): then both are 0, the
@@ -207,6 +207,7 @@ def find_slots(heap, cls, stripe, need, state):
     """
     place = tl.full((), 0, tl.int64)
     pages = tl.full((), 0, tl.int64)
+    twice = pages
     before = tl.full((), -1, tl.int64)
     quiet = need * 0
     duty = tl.maximum(state, 0)
@@ -223,7 +224,7 @@ def find_slots(heap, cls, stripe, need, state):
         waited = waited & (waited == 0)
         if (place | duty) == 0:
             looks = tl.where(everywhere, 0, 2)
-            place, pages = draw(heap, cls, need, looks)
+            place, pages, twice = draw(heap, cls, need, looks)
             if ((place | pages) == 0) & (everywhere == 0):
                 duty = take_duty(stripe)
         if duty != 0:
@@ -232,7 +233,7 @@ def find_slots(heap, cls, stripe, need, state):
             found = swap(heap, cls, stripe, wants)
             drawn = tl.full((), 0, tl.int64)
             if found == 0:
-                found, drawn = refill(heap, cls, stripe, wants)
+                found, drawn, twice = refill(heap, cls, stripe, wants)
             place = tl.where(place == 0, found, place)
             pages = drawn
             duty = need * 0
@@ -250,7 +251,7 @@ def find_slots(heap, cls, stripe, need, state):
                 same = (gained == 0) & (after >= 0) & (after == before)
                 quiet = tl.where(same, quiet + 1, 0)
                 before = after
-    return place, pages
+    return place, pages, twice
 
 
 @triton.jit(noinline=True)

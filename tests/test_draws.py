@@ -20,9 +20,10 @@ def draw_kernel(heap, found, CLS: tl.constexpr, NEED: tl.constexpr):
     """Two draws of a program that looks twice: the second is told what is left by the first."""
     zero = tl.program_id(0) * 0
     for turn in tl.static_range(2):
-        place, pages = detached.draw(heap, zero + CLS, zero + NEED, zero + 2)
-        tl.store(found + 2 * turn, place)
-        tl.store(found + 2 * turn + 1, pages)
+        place, pages, twice = detached.draw(heap, zero + CLS, zero + NEED, zero + 2)
+        tl.store(found + 3 * turn, place)
+        tl.store(found + 3 * turn + 1, pages)
+        tl.store(found + 3 * turn + 2, twice)
 
 
 def filled(heap: Heap) -> torch.Tensor:
@@ -34,34 +35,45 @@ def filled(heap: Heap) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("free", "need", "each"),
+    ("free", "need", "each", "again"),
     [
-        (32, 128, 8),  # a quarter
-        (16, 128, 4),
-        (4, 16, 1),
-        (63, 4, 4),  # no more than is needed
-        (3, 128, 2),  # there is no such plenty
-        (2, 8, 2),
-        (1, 128, 1),
+        ((32, 32), 128, 4, 0),  # an eighth
+        ((16, 16), 128, 2, 0),
+        ((4, 4), 16, 2, 0),  # there is no such plenty: half
+        ((2, 2), 8, 1, 0),
+        ((63, 63), 4, 4, 0),  # no more than is needed
+        ((63, 63), 6, 2, 0),  # as much as is needed, at once
+        ((3, 3), 128, 2, 0),  # nor half
+        ((1, 1), 128, 1, 0),  # nor enough
+        ((3, 5), 256, 2, 32),  # some twice
+        ((3, 5), 180, 2, 26),
+        ((1, 2), 128, 1, 32),
     ],
 )
-def test_a_draw_leaves_three_quarters_if_it_can(free: int, need: int, each: int) -> None:
+def test_a_draw_leaves_much_of_a_page_if_it_can(
+    free: tuple[int, int], need: int, each: int, again: int
+) -> None:
+    """Even pages have ``free[0]`` free slots, odd ones ``free[1]``."""
     with Heap(PAGES * PAGE_BYTES) as heap:
         addrs = filled(heap)
-        free_lanes(heap, addrs[:, :free].reshape(-1).clone(), block=1024)
-        found = torch.full((4,), -1, dtype=torch.int64, device=DEVICE)
+        for parity, count in enumerate(free):
+            free_lanes(heap, addrs[parity::2, :count].reshape(-1).clone(), block=1024)
+        found = torch.full((6,), -1, dtype=torch.int64, device=DEVICE)
         draw_kernel[(1,)](heap.handle, found, CLS=CLASS_SIZES.index(SIZE), NEED=need)
-        place, pages = (int(x) & ((1 << 64) - 1) for x in found[:2].tolist())
+        place, pages, twice = (int(x) & ((1 << 64) - 1) for x in found[:3].tolist())
         assert 1 << (place & 0xFFFFFFFF) == each
         assert pages.bit_count() == min(need // each, PAGES)
+        assert twice.bit_count() == again
+        assert twice & ~pages == 0
         heap.reset()
 
 
 def test_lanes_that_draw_get_all_that_is_there() -> None:
-    """A third of each page is free; blocks of lanes take it all, and no slot twice."""
+    """A third of each odd page is free, less of the others; blocks of lanes take it all, and no
+    slot twice."""
     with Heap(PAGES * PAGE_BYTES) as heap:
         addrs = filled(heap)
-        gaps = addrs[:, ::3].reshape(-1).clone()
+        gaps = torch.cat([addrs[::2, ::20].reshape(-1), addrs[1::2, ::3].reshape(-1)])
         free_lanes(heap, gaps, block=128)
         again = malloc_lanes(heap, [SIZE] * len(gaps), block=128)
         assert sorted(again.tolist()) == sorted(gaps.tolist())
