@@ -229,47 +229,50 @@ def unpublish(heap, cls, chunk):
 
 
 @triton.jit
-def draw_from(heap, cls, chunk, words, free, need, salt):
+def draw_from(heap, cls, chunk, first, words, free, need):
     """Promise the caller up to ``need`` slots in pages of a chunk whose page words were ``words``
-    and had ``free`` slots (blocks of 64): 2**k slots in each of some pages, and 2**k more in some
-    of these if that is not enough. Returns k and both sets of pages as words of bits; 0 if other
-    programs left nothing."""
+    and had ``free`` slots (blocks of 64): 2**k slots in each of some pages, from page ``first`` of
+    the chunk on and round, and 2**k more in some of these if that is not enough. Returns k and both
+    sets of pages as words of bits; 0 if other programs left nothing. The caller has entered
+    transit, which ends here."""
     lane = tl.arange(0, 64)
-    announced = begin_transit(heap)
-    # The largest k that gives enough and leaves seven eighths of what is free, as slots are soon
+    # The largest k that gives enough and leaves three quarters of what is free, as slots are soon
     # found where many are clear. Or half, or nothing; at last the one that gives most.
     k = need * 0
     fits = tl.full((), 0, tl.int64)
     most = need * 0
     free_most = tl.max(free, axis=0)
-    leave = need * 0 + 3
-    step = floor_log2(tl.minimum(tl.maximum(free_most >> 3, 1), need))
+    more = need * 0  # pages that have twice as much
+    leave = need * 0 + 2
+    step = floor_log2(tl.minimum(tl.maximum(free_most >> 2, 1), need))
     while (step >= 0) & (most < need):
         pages = lane_bits((free >> (step + leave)) != 0)
-        gives = tl.minimum(popcount(pages), need >> step) << step
+        choices = popcount(pages)
+        gives = tl.minimum(choices + more, need >> step) << step
         k = tl.where(gives >= most, step, k)
         fits = tl.where(gives >= most, pages, fits)
         most = tl.maximum(gives, most)
+        more = choices
         again = (step == 0) & (leave > 0) & (most < need)
         leave = tl.where(again, leave >> 1, leave)
+        more = tl.where(again, 0, more)
         most_left = tl.maximum(free_most >> leave, 1)
         step = tl.where(again, floor_log2(tl.minimum(most_left, need)), step - 1)
-    # As many pages as are needed, beginning anywhere, so that programs do not meet in the first.
-    # If there are too few, some twice, if they have as much.
+    # As many pages as are needed. If there are too few, some twice, if they have as much.
     choices = popcount(fits)
     wanted = need >> k
-    turn = popcount(fits & low_mask(lane)) - salt % choices
+    turn = popcount(fits & low_mask(lane)) - popcount(fits & low_mask(first))
     turn = tl.where(turn < 0, turn + choices, turn)
     fit = (lsr(fits, lane.to(tl.int64)) & 1) != 0
-    mine = fit & (turn < wanted) & has_begun(announced)
+    mine = fit & (turn < wanted)
     rich = mine & ((free >> (k + 1)) != 0)
     rich = rich & (popcount(lane_bits(rich) & low_mask(lane)) < wanted - choices)
-    more = (words & 0) + 1 << k.to(tl.int64)
+    much = (words & 0) + 1 << k.to(tl.int64)
     ptr = page_word_ptr(heap, chunk * 64 + lane)
     got = mine & (mine == 0)
     while any_lane(mine):
         expected = tl.where(mine, words, 0)
-        taken = tl.where(rich, words + more, words) + more
+        taken = tl.where(rich, words + much, words) + much
         seen = atomic_cas(ptr, expected, tl.where(mine, taken, 0))
         hit = mine & (seen == expected)
         got = got | hit
@@ -308,36 +311,42 @@ def draw(heap, cls, need, looks):
     pages = tl.full((), 0, tl.int64)
     twice = pages
     left = tl.where(looks == 0, FAR, looks + 1)
-    hints = tl.where(looks == 0, pages, -1)
+    guess = looks > 0
     chunks = (load_geometry(heap, G_PAGES).to(tl.int32) + CHUNK_PAGES - 1) >> 6
     width = tl.minimum(tl.minimum(program_count(), 1 << 12) << 4, chunks)
     salt = program_index()
-    target = spread(salt, width)  # where to look first
-    start = target >> 6
+    target = spread(salt, width * CHUNK_PAGES)  # the page to begin with
+    start = target >> 12
     while left > 0:
-        index = start
-        if hints == 0:
+        chunk = target >> 6
+        if guess == 0:
             # One word alone: mostly it serves, and rows that all programs read are slow.
+            index = start
             hints = atomic_load(hint_ptr(heap, row, start * 64))
             if hints == 0:
                 index, hints = first_hinted(heap, row, start)
-        if index != FAR:
             choices = tl.minimum(popcount(hints), width)
-            chunk = index * 64 + select_bit(hints, (target & 63) * choices >> 6)
+            hinted = (index << 6) + select_bit(hints, (target >> 6 & 63) * choices >> 6)
+            chunk = tl.where(index != FAR, hinted, FAR)
+        guess = guess != guess
+        if chunk != FAR:
+            # (Announced before anything is taken: by what the announcement returned.)
+            announced = begin_transit(heap)
             states = atomic_load(page_word_ptr(heap, chunk * 64 + lane))
             free = free_slots(states, cls, slots)
-            salt = mix(salt + 1)
-            if tl.sum(free, axis=0) > 0:
-                k, pages, twice = draw_from(heap, cls, chunk, states, free, need, salt)
+            if has_begun(announced) & (tl.sum(free, axis=0) > 0):
+                k, pages, twice = draw_from(heap, cls, chunk, target & 63, states, free, need)
                 place = tl.where(pages != 0, pack_stripe(chunk * 64, k * 0, k), 0)
-            elif looks == 0:
-                unpublish(heap, cls, chunk)
+            else:
+                end_transit(heap, looks * 0)
+                if looks == 0:
+                    unpublish(heap, cls, chunk)
             left = tl.where(pages != 0, 0, left - 1)
-            target = spread(salt, width)
-            start = target >> 6
+            salt = mix(salt + 1)
+            target = spread(salt, width * CHUNK_PAGES)
+            start = target >> 12
         else:
             # Nothing from there on: all over from the front, or there is nothing at all.
             left = tl.where(start > 0, left, 0)
             start = start * 0
-        hints = hints & 0
     return place, pages, twice

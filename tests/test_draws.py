@@ -37,10 +37,10 @@ def filled(heap: Heap) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("free", "need", "each", "again"),
     [
-        ((32, 32), 128, 4, 0),  # an eighth
-        ((16, 16), 128, 2, 0),
-        ((4, 4), 16, 2, 0),  # there is no such plenty: half
-        ((2, 2), 8, 1, 0),
+        ((32, 32), 128, 8, 0),  # a quarter
+        ((16, 16), 128, 4, 0),
+        ((4, 4), 16, 1, 0),
+        ((2, 2), 8, 1, 0),  # there is no such plenty: half
         ((63, 63), 4, 4, 0),  # no more than is needed
         ((63, 63), 6, 2, 0),  # as much as is needed, at once
         ((3, 3), 128, 2, 0),  # nor half
