@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
-from .bits import floor_log2, low_mask, lsr, mix, popcount, select_bit
+from .bits import floor_log2, lsr, mix, popcount, select_bit
 from .lanes import any_lane, first_lane, lane_bits, least_of, or_lanes, pick, width
 from .layout import (
     ATTACHED,
@@ -231,85 +231,76 @@ def unpublish(heap, cls, chunk):
 @triton.jit
 def draw_from(heap, cls, chunk, first, words, free, need):
     """Promise the caller up to ``need`` slots in pages of a chunk whose page words were ``words``
-    and had ``free`` slots (blocks of 64): 2**k slots in each of some pages, from page ``first`` of
-    the chunk on and round, and 2**k more in some of these if that is not enough. Returns k and both
-    sets of pages as words of bits; 0 if other programs left nothing. The caller has entered
-    transit, which ends here."""
+    and had ``free`` slots (blocks of 64): up to three times 2**k slots in each page, from page
+    ``first`` of the chunk on and round. Returns k and two words of bits, the pages with one or
+    three times as much and those with two or three; 0 if other programs left nothing. The caller
+    has entered transit, which ends here."""
     lane = tl.arange(0, 64)
     # The largest k that gives enough and leaves three quarters of what is free, as slots are soon
     # found where many are clear. Or half, or nothing; at last the one that gives most.
     k = need * 0
-    fits = tl.full((), 0, tl.int64)
+    share = free * 0
     most = need * 0
     free_most = tl.max(free, axis=0)
-    more = need * 0  # pages that have twice as much
     leave = need * 0 + 2
     step = floor_log2(tl.minimum(tl.maximum(free_most >> 2, 1), need))
     while (step >= 0) & (most < need):
-        pages = lane_bits((free >> (step + leave)) != 0)
-        choices = popcount(pages)
-        gives = tl.minimum(choices + more, need >> step) << step
-        k = tl.where(gives >= most, step, k)
-        fits = tl.where(gives >= most, pages, fits)
+        now = tl.minimum(free >> (step + leave), 3)
+        gives = tl.minimum(tl.sum(now, axis=0), need >> step) << step
+        k = tl.where(gives > most, step, k)
+        share = tl.where(gives > most, now, share)
         most = tl.maximum(gives, most)
-        more = choices
         again = (step == 0) & (leave > 0) & (most < need)
         leave = tl.where(again, leave >> 1, leave)
-        more = tl.where(again, 0, more)
         most_left = tl.maximum(free_most >> leave, 1)
         step = tl.where(again, floor_log2(tl.minimum(most_left, need)), step - 1)
-    # As many pages as are needed. If there are too few, some twice, if they have as much.
-    choices = popcount(fits)
-    wanted = need >> k
-    turn = popcount(fits & low_mask(lane)) - popcount(fits & low_mask(first))
-    turn = tl.where(turn < 0, turn + choices, turn)
-    fit = (lsr(fits, lane.to(tl.int64)) & 1) != 0
-    mine = fit & (turn < wanted)
-    rich = mine & ((free >> (k + 1)) != 0)
-    rich = rich & (popcount(lane_bits(rich) & low_mask(lane)) < wanted - choices)
-    much = (words & 0) + 1 << k.to(tl.int64)
+    # What is needed of that, from the first page on.
+    behind = tl.sum(tl.where(lane < first, share, 0), axis=0)
+    before = tl.cumsum(share, axis=0) - share - behind
+    before = tl.where(lane < first, before + tl.sum(share, axis=0), before)
+    share = tl.maximum(tl.minimum(share, (need >> k) - before), 0)
     ptr = page_word_ptr(heap, chunk * 64 + lane)
-    got = mine & (mine == 0)
+    mine = share > 0
     while any_lane(mine):
         expected = tl.where(mine, words, 0)
-        taken = tl.where(rich, words + much, words) + much
-        seen = atomic_cas(ptr, expected, tl.where(mine, taken, 0))
-        hit = mine & (seen == expected)
-        got = got | hit
+        more = (share << k).to(tl.int64)
+        seen = atomic_cas(ptr, expected, tl.where(mine, words + more, 0))
+        lost = mine & (seen != expected)
         # Where others were faster, again, if there still is enough (twice as much, while pages
         # with more are to be had).
-        words = tl.where(mine, seen, words)
-        free = free_slots(words, cls, class_slots(cls))
-        mine = mine & (hit == 0) & ((free >> (k + (leave >> 1))) != 0)
-        rich = rich & (hit | ((free >> (k + 1)) != 0))
-    won = lane_bits(got)
-    twice = lane_bits(got & rich)
-    granted = popcount(won) + popcount(twice) << k
+        words = tl.where(lost, seen, words)
+        left = free_slots(words, cls, class_slots(cls)) >> (k + (leave >> 1))
+        share = tl.where(lost, tl.minimum(share, left), share)
+        mine = lost & (share > 0)
+    ones = lane_bits((share & 1) != 0)
+    twos = lane_bits(share > 1)
+    granted = popcount(ones) + popcount(twos) * 2 << k
     tl.atomic_add(heap + GRANTED + cls, granted.to(tl.int64), sem="relaxed")
     # (What the swap returned says how many were granted.)
     end_transit(heap, (granted > 0).to(tl.int32))
-    return k, won, twice
+    return k, ones, twos
 
 
 @triton.jit(noinline=True)
 def draw(heap, cls, need, looks):
     """Draw up to ``need`` slots of class ``cls`` from detached pages of a chunk (all int32).
-    Returns (place, pages, twice).
+    Returns (place, ones, twos).
 
-    ``pages`` and ``twice`` are words of bits; place is a stripe word without a batch: its page is
-    the first of the chunk that the bits count from. In each page set the caller has 2**credits
-    slots, and in those of ``twice`` as many again. pages = 0: nothing was found. At most ``looks``
-    hinted chunks are looked at; with 0 all are, and hints that lead to nothing are dropped. First
-    fit by address, but over some candidates, 16 times as many as the launch has programs, so that
-    these do not meet on the same page words. Each has its place among them, and takes it to have
-    slots without looking at the hints. Then these lead, and the choice is hashed.
+    ``ones`` and ``twos`` are words of bits; place is a stripe word without a batch: its page is the
+    first of the chunk that the bits count from. In each page of ``ones`` the caller has 2**k slots,
+    in those of ``twos`` twice as many, and k is one less than the credits. place = 0: nothing was
+    found. At most ``looks`` hinted chunks are looked at; with 0 all are, and hints that lead to
+    nothing are dropped. First fit by address, but over some candidates, 16 times as many as the
+    launch has programs, so that these do not meet on the same page words. Each has its place among
+    them, and takes it to have slots without looking at the hints. Then these lead, and the choice
+    is hashed.
     """
     lane = tl.arange(0, 64)
     row = ORDERS + cls
     slots = class_slots(cls)
     place = tl.full((), 0, tl.int64)
-    pages = tl.full((), 0, tl.int64)
-    twice = pages
+    ones = place
+    twos = place
     left = tl.where(looks == 0, FAR, looks + 1)
     guess = looks > 0
     chunks = (load_geometry(heap, G_PAGES).to(tl.int32) + CHUNK_PAGES - 1) >> 6
@@ -335,13 +326,14 @@ def draw(heap, cls, need, looks):
             states = atomic_load(page_word_ptr(heap, chunk * 64 + lane))
             free = free_slots(states, cls, slots)
             if has_begun(announced) & (tl.sum(free, axis=0) > 0):
-                k, pages, twice = draw_from(heap, cls, chunk, target & 63, states, free, need)
-                place = tl.where(pages != 0, pack_stripe(chunk * 64, k * 0, k), 0)
+                k, ones, twos = draw_from(heap, cls, chunk, target & 63, states, free, need)
+                drawn = pack_stripe(chunk * 64, k * 0, k + 1)
+                place = tl.where((ones | twos) != 0, drawn, 0)
             else:
                 end_transit(heap, looks * 0)
                 if looks == 0:
                     unpublish(heap, cls, chunk)
-            left = tl.where(pages != 0, 0, left - 1)
+            left = tl.where(place != 0, 0, left - 1)
             salt = mix(salt + 1)
             target = spread(salt, width * CHUNK_PAGES)
             start = target >> 12
@@ -349,4 +341,4 @@ def draw(heap, cls, need, looks):
             # Nothing from there on: all over from the front, or there is nothing at all.
             left = tl.where(start > 0, left, 0)
             start = start * 0
-    return place, pages, twice
+    return place, ones, twos

@@ -93,25 +93,26 @@ def find_class(heap, cls, stripe, rank, active, need, state):
     ``state`` as in ``slabs.find_slots``. Returns the address of the slot that each lane was
     promised, or 0, and whether anything was found."""
     size = class_bytes(cls)
-    place, pages, twice = find_slots(heap, cls, stripe, need, state)
-    # A draw: 2**k slots in every page set, anywhere in it, and as many again in some.
-    drawn = pages != 0
-    k = tl.where(drawn, stripe_credits(place), 0)
-    once = popcount(pages)
-    total = tl.where(drawn, once + popcount(twice) << k, stripe_credits(place))
-    got = active & (rank < total)
-    page, slot = ticket_slot(tl.where(drawn, 0, place), rank, size, got)
-    first, _batch = stripe_place(place)
-    again = (rank >> k) - once
-    which = tl.where(again < 0, pages, twice)
-    at = select_bit(which, tl.where(got, tl.where(again < 0, rank >> k, again), 0))
-    # Neighbours from some slot on: they lie in different words, or are different bits of one.
+    place, ones, twos = find_slots(heap, cls, stripe, need, state)
     slots = slots_of(size)
-    first_slot = (mix(program_index() * 4096 + at) & 0xFFFF) * slots >> 16
-    anywhere = first_slot + (rank & ((rank * 0 + 1 << k) - 1)) + tl.where(again < 0, 0, 1 << k)
-    anywhere = tl.where(anywhere < slots, anywhere, anywhere - slots)
-    page = tl.where(drawn, first + at, page)
-    slot = tl.where(drawn, anywhere, slot)
+    drawn = (ones | twos) != 0
+    k = tl.where(drawn, stripe_credits(place) - 1, 0)
+    pairs = popcount(twos) << (k + 1)
+    total = tl.where(drawn, pairs + (popcount(ones) << k), stripe_credits(place))
+    got = active & (rank < total)
+    if drawn:
+        # Some slots of each page, anywhere in it: first the pages with twice as many.
+        first, _batch = stripe_place(place)
+        paired = rank < pairs
+        number = tl.where(paired, rank >> 1, rank - pairs) >> k
+        at = select_bit(tl.where(paired, twos, ones), tl.where(got, number, 0))
+        # Neighbours from some slot on: they lie in different words, or are different bits of one.
+        first_slot = (mix(program_index() * 4096 + at) & 0xFFFF) * slots >> 16
+        slot = first_slot + (rank & (tl.where(paired, 2, 1) << k) - 1)
+        slot = tl.where(slot < slots, slot, slot - slots)
+        page = first + at
+    else:
+        page, slot = ticket_slot(place, rank, size, got)
     addr = address_of(load_base(heap), page, slot * (size >> 4))
     return tl.where(got, addr, 0), total > 0
 

@@ -198,7 +198,7 @@ def find_slots(heap, cls, stripe, need, state):
     """Slots for ``need`` requests of class ``cls`` (int32 scalars) when ``stripe`` had no tickets.
     ``state`` 1: our subtraction took the stripe below zero, so the refill is ours; -1: we have
     waited for tickets, or tried to get whole pages, and want more; 0: neither. Returns (place,
-    pages, twice), as :func:`refill` does.
+    ones, twos), as :func:`refill` does.
 
     First at that stripe, if we have not waited there; then everywhere, until something is found or
     two passes were quiet (nothing found, nothing put back, nothing in hand): then both are 0, the
@@ -206,8 +206,8 @@ def find_slots(heap, cls, stripe, need, state):
     the second.
     """
     place = tl.full((), 0, tl.int64)
-    pages = tl.full((), 0, tl.int64)
-    twice = pages
+    ones = place
+    twos = place
     before = tl.full((), -1, tl.int64)
     quiet = need * 0
     duty = tl.maximum(state, 0)
@@ -215,7 +215,7 @@ def find_slots(heap, cls, stripe, need, state):
     waited = state < 0
     if (state == 0) & (need >= class_slots(cls) * WHOLE_PAGES):
         place = open_whole(heap, cls, need)
-    while ((place | pages) == 0) & (quiet < 2):
+    while (place == 0) & (quiet < 2):
         everywhere = (waits <= 0) & (duty == 0)
         if (waits > 0) & (waited == 0):
             waits -= 1
@@ -224,21 +224,19 @@ def find_slots(heap, cls, stripe, need, state):
         waited = waited & (waited == 0)
         if (place | duty) == 0:
             looks = tl.where(everywhere, 0, 2)
-            place, pages, twice = draw(heap, cls, need, looks)
-            if ((place | pages) == 0) & (everywhere == 0):
+            place, ones, twos = draw(heap, cls, need, looks)
+            if (place == 0) & (everywhere == 0):
                 duty = take_duty(stripe)
         if duty != 0:
             # Tickets that we have already are enough for us.
             wants = tl.where(place == 0, need, 0)
             found = swap(heap, cls, stripe, wants)
-            drawn = tl.full((), 0, tl.int64)
             if found == 0:
-                found, drawn, twice = refill(heap, cls, stripe, wants)
+                found, ones, twos = refill(heap, cls, stripe, wants)
             place = tl.where(place == 0, found, place)
-            pages = drawn
             duty = need * 0
             waits = need * 0
-        elif everywhere & ((place | pages) == 0):
+        elif everywhere & (place == 0):
             # Announces nothing unless a page may be free: programs that find the heap exhausted
             # must leave each other in peace, or none would see the quiet pass that ends it.
             if lacks_pages(heap, need * 0 + 1) == 0:
@@ -251,7 +249,7 @@ def find_slots(heap, cls, stripe, need, state):
                 same = (gained == 0) & (after >= 0) & (after == before)
                 quiet = tl.where(same, quiet + 1, 0)
                 before = after
-    return place, pages, twice
+    return place, ones, twos
 
 
 @triton.jit(noinline=True)
