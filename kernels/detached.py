@@ -236,14 +236,14 @@ def draw_from(heap, cls, chunk, first, words, free, need):
     three times as much and those with two or three; 0 if other programs left nothing. The caller
     has entered transit, which ends here."""
     lane = tl.arange(0, 64)
-    # The largest k that gives enough and leaves three quarters of what is free, as slots are soon
+    # The largest k that gives enough and leaves seven eighths of what is free, as slots are soon
     # found where many are clear. Or half, or nothing; at last the one that gives most.
     k = need * 0
     share = free * 0
     most = need * 0
     free_most = tl.max(free, axis=0)
-    leave = need * 0 + 2
-    step = floor_log2(tl.minimum(tl.maximum(free_most >> 2, 1), need))
+    leave = need * 0 + 3
+    step = floor_log2(tl.minimum(tl.maximum(free_most >> 3, 1), need))
     while (step >= 0) & (most < need):
         now = tl.minimum(free >> (step + leave), 3)
         gives = tl.minimum(tl.sum(now, axis=0), need >> step) << step

@@ -39,13 +39,13 @@ def filled(heap: Heap) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("free", "need", "k", "shares"),
     [
-        ((32, 32), 128, 3, {1: 16}),  # a quarter
-        ((16, 16), 128, 2, {1: 32}),
-        ((4, 4), 16, 0, {1: 16}),
-        ((2, 2), 8, 0, {1: 8}),  # there is no such plenty: half
+        ((32, 32), 128, 2, {1: 32}),  # an eighth
+        ((16, 16), 128, 1, {1: 64}),
+        ((4, 4), 16, 1, {1: 8}),  # there is no such plenty: half
+        ((2, 2), 8, 0, {1: 8}),
         ((63, 63), 4, 2, {1: 1}),  # no more than is needed
         ((63, 63), 6, 1, {3: 1}),  # as much as is needed, at once
-        ((63, 3), 12, 2, {3: 1}),
+        ((63, 3), 12, 2, {1: 3}),
         ((3, 3), 128, 1, {1: 64}),  # nor half
         ((1, 1), 128, 0, {1: 64}),  # nor enough
         ((3, 5), 256, 1, {1: 32, 2: 32}),
