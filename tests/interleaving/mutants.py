@@ -168,8 +168,8 @@ ALL = (
     Mutant(
         name="drawn_without_winning",
         file="detached.py",
-        old="hit = mine & (seen == expected)",
-        new="hit = mine",
+        old="lost = mine & (seen != expected)",
+        new="lost = mine & (mine == 0)",
         breaks="a page is drawn although its word changed: its slots have two accounts",
         scenario="in_hand_slots",
     ),
