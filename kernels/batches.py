@@ -142,7 +142,7 @@ def open_pages(heap, cls, batch, least, used, state, takers):
     while (page < 0) & (batch >= least):
         page = take_within_chunk(heap, batch, takers)
         if page < 0:
-            # (Shorter only if there is any page at all: a full heap is found full at once.)
+            # (Not shorter if it was seen that there are no pages: a full heap is soon found full.)
             batch = tl.where(page < -1, 0, batch >> 1)
     result = tl.full((), 0, tl.int64)
     if page >= 0:

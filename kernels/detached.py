@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
-from .bits import floor_log2, lsr, mix, popcount, select_bit
+from .bits import divide, floor_log2, lsr, mix, popcount, select_bit
 from .lanes import any_lane, first_lane, lane_bits, least_of, or_lanes, pick, width
 from .layout import (
     ATTACHED,
@@ -243,12 +243,14 @@ def draw_from(heap, cls, chunk, first, words, free, need):
     most = need * 0
     free_most = tl.max(free, axis=0)
     leave = need * 0 + 3
+    spare = leave
     step = floor_log2(tl.minimum(tl.maximum(free_most >> 3, 1), need))
     while (step >= 0) & (most < need):
         now = tl.minimum(free >> (step + leave), 3)
         gives = tl.minimum(tl.sum(now, axis=0), need >> step) << step
         k = tl.where(gives > most, step, k)
         share = tl.where(gives > most, now, share)
+        spare = tl.where(gives > most, leave >> 1, spare)
         most = tl.maximum(gives, most)
         again = (step == 0) & (leave > 0) & (most < need)
         leave = tl.where(again, leave >> 1, leave)
@@ -269,7 +271,7 @@ def draw_from(heap, cls, chunk, first, words, free, need):
         # Where others were faster, again, if there still is enough (twice as much, while pages
         # with more are to be had).
         words = tl.where(lost, seen, words)
-        left = free_slots(words, cls, class_slots(cls)) >> (k + (leave >> 1))
+        left = free_slots(words, cls, class_slots(cls)) >> (k + spare)
         share = tl.where(lost, tl.minimum(share, left), share)
         mine = lost & (share > 0)
     ones = lane_bits((share & 1) != 0)
@@ -288,12 +290,14 @@ def draw(heap, cls, need, looks):
 
     ``ones`` and ``twos`` are words of bits; place is a stripe word without a batch: its page is the
     first of the chunk that the bits count from. In each page of ``ones`` the caller has 2**k slots,
-    in those of ``twos`` twice as many, and k is one less than the credits. place = 0: nothing was
-    found. At most ``looks`` hinted chunks are looked at; with 0 all are, and hints that lead to
-    nothing are dropped. First fit by address, but over some candidates, 16 times as many as the
-    launch has programs, so that these do not meet on the same page words. Each has its place among
-    them, and takes it to have slots without looking at the hints. Then these lead, and the choice
-    is hashed.
+    in those of ``twos`` twice as many (in those of both three times), and k is one less than the
+    credits. place = 0: nothing was found.
+
+    At most ``looks`` hinted chunks are looked at; with 0 all are, and hints that lead to nothing
+    are dropped. First fit by address, but over some candidates, up to 16 times as many as the
+    launch has programs, so that these do not meet on the same page words. Each begins at a place of
+    its own among them, and takes it to have slots without looking at the hints, unless ``looks`` is
+    0. Then the hints lead, and the choice is hashed.
     """
     lane = tl.arange(0, 64)
     row = ORDERS + cls
@@ -317,7 +321,8 @@ def draw(heap, cls, need, looks):
             if hints == 0:
                 index, hints = first_hinted(heap, row, start)
             choices = tl.minimum(popcount(hints), width)
-            hinted = (index << 6) + select_bit(hints, (target >> 6 & 63) * choices >> 6)
+            turn = divide((target >> 6 & 63) * choices, tl.minimum(width, 64))
+            hinted = (index << 6) + select_bit(hints, turn)
             chunk = tl.where(index != FAR, hinted, FAR)
         guess = guess != guess
         if chunk != FAR:

@@ -107,7 +107,9 @@ def find_class(heap, cls, stripe, rank, active, need, state):
         number = tl.where(paired, rank >> 1, rank - pairs) >> k
         at = select_bit(tl.where(paired, twos, ones), tl.where(got, number, 0))
         # Neighbours from some slot on: they lie in different words, or are different bits of one.
-        first_slot = (mix(program_index() * 4096 + at) & 0xFFFF) * slots >> 16
+        # (From another one for the third share of a page.)
+        salt = mix(program_index() * 4096 + tl.where(paired, at, at + 64))
+        first_slot = (salt & 0xFFFF) * slots >> 16
         slot = first_slot + (rank & (tl.where(paired, 2, 1) << k) - 1)
         slot = tl.where(slot < slots, slot, slot - slots)
         page = first + at

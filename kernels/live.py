@@ -31,7 +31,9 @@ from .layout import (
     stripe_place,
 )
 
-STRIDE = tl.constexpr(41)  # a prime; in words of 16, 32 and 64 slots about half way round
+# Slots to go on by where neighbours are taken: coprime to the slots of every class that has more,
+# and there are few classes of which some such steps lead round a page to where they began.
+STRIDE = tl.constexpr(23)
 
 
 @triton.jit
@@ -127,8 +129,8 @@ def another(word, granule, size):
     another word. Every lane was promised a slot of its page, so it will find one.
 
     Lanes that tried neighbouring bits of one word look for a clear one far apart, and programs
-    begin at different ones. The neighbouring slots are what other lanes of a draw try; and as the
-    number of slots in a page is no multiple of STRIDE, going on by it leads to all of them.
+    begin at different ones. The neighbouring slots are what other lanes of a draw try, so it goes
+    on by STRIDE; by one where a page has no more slots. Either leads to all of them.
     """
     unit = size >> 4
     end = slots_of(size) * unit

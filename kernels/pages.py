@@ -479,10 +479,10 @@ def take_chunks(heap, n):
 
 @triton.jit
 def take_pages(heap, n, takers):
-    """Take ``n`` >= 1 adjacent pages (int32). Returns the first page (int32), -1 if none.
+    """Take ``n`` >= 1 adjacent pages (int32). Returns the first page (int32); below 0 if none.
 
     ``takers``: how many programs may be about to do the same. Up to 63 pages lie in one chunk;
-    more begin at a chunk. -1 says only that this search found nothing: whether that means
+    more begin at a chunk. Below 0 says only that this search found nothing: whether that means
     exhaustion is for the caller to decide (:func:`collect`).
     """
     page = tl.full((), -1, tl.int32)

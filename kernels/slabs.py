@@ -201,7 +201,7 @@ def find_slots(heap, cls, stripe, need, state):
     ones, twos), as :func:`refill` does.
 
     First at that stripe, if we have not waited there; then everywhere, until something is found or
-    two passes were quiet (nothing found, nothing put back, nothing in hand): then both are 0, the
+    two passes were quiet (nothing found, nothing put back, nothing in hand): then all are 0, the
     memory is exhausted. Two, because a slot freed into an attached page behind our back is found by
     the second.
     """
@@ -237,7 +237,7 @@ def find_slots(heap, cls, stripe, need, state):
             duty = need * 0
             waits = need * 0
         elif everywhere & (place == 0):
-            # Announces nothing unless a page may be free: programs that find the heap exhausted
+            # Nothing is announced unless a page may be free: programs that find the heap exhausted
             # must leave each other in peace, or none would see the quiet pass that ends it.
             if lacks_pages(heap, need * 0 + 1) == 0:
                 index, _hints = first_hinted(heap, need * 0, need * 0)
@@ -254,7 +254,7 @@ def find_slots(heap, cls, stripe, need, state):
 
 @triton.jit(noinline=True)
 def find_run(heap, n):
-    """Take ``n`` pages (int32) for a large allocation: the first page, or -1 when exhausted
+    """Take ``n`` pages (int32) for a large allocation: the first page; below 0 when exhausted
     (two quiet passes, as in :func:`find_slots`)."""
     page = tl.full((), -1, tl.int32)
     quiet = n * 0
