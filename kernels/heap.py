@@ -48,6 +48,7 @@ from .layout import (
     RUNS,
     address_of,
     class_bytes,
+    class_slots,
     is_slab,
     live_words,
     load_base,
@@ -196,6 +197,17 @@ def malloc_any(heap, nbytes, active):
 
 
 @triton.jit(noinline=True)
+def find_one(heap, cls, duty):
+    """:func:`find_class` for a scalar request, beginning at its own stripe, which is ours to refill
+    if ``duty`` is 1: the address it was promised, or 0. (What is computed anew here and behind the
+    call lives across no call, see :func:`malloc_rest_scalar`.)"""
+    one = duty * 0 + 1
+    stripe = own_stripe(heap, cls)
+    promised, _any = find_class(heap, cls, stripe, one * 0, one == 1, one, duty)
+    return promised
+
+
+@triton.jit(noinline=True)
 def malloc_rest_scalar(heap, nbytes, addr, word, lost):
     """What :func:`malloc_rest` does, for a scalar request. ``addr`` is where its ticket from
     stripe word ``word`` led, 0 if it got none; with ``lost`` (int32) that slot is somebody else's.
@@ -203,19 +215,18 @@ def malloc_rest_scalar(heap, nbytes, addr, word, lost):
     across a call costs the caller.)"""
     one = (word & 0).to(tl.int32) + 1
     cls = size_class(tl.minimum(tl.maximum(nbytes, 1), MAX_SLOT).to(tl.int32))
-    size = class_bytes(cls)
     promised = tl.where(lost != 0, addr, 0)
     stripe = own_stripe(heap, cls)
     if addr != 0:
-        if half_used(word, slots_of(size), one):
+        if half_used(word, class_slots(cls), one):
             prefetch(heap, cls, stripe)
     elif nbytes > MAX_SLOT:
         addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
     elif nbytes > 0:
         duty = (stripe_credits(word) == 0).to(tl.int32)
-        promised, _any = find_class(heap, cls, stripe, one * 0, one == 1, one, duty)
+        promised = find_one(heap, cls, duty)
     if promised != 0:
-        addr = claim_any(heap, promised, size, one == 1)
+        addr = claim_any(heap, promised, class_bytes(cls), one == 1)
     if (addr == 0) & (nbytes != 0):
         kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
         record_error(heap, one * 0 + kind, addr, nbytes, one)
