@@ -171,3 +171,40 @@ def test_room_is_a_slot_of_the_class_or_a_run_of_free_pages() -> None:
     assert not has_room(edge, 2 * page, BASE, 128)
     assert has_room([(BASE, 63 * page)], 64 * page, BASE, 128)
     assert not has_room([(BASE, page)], 64 * page, BASE, 127)
+
+
+def test_which_slot_of_its_page_a_malloc_gets_is_settled_late() -> None:
+    """Program 0 has one of the two slots from the beginning, so there are none for 1. Then the
+    other is freed, and that is the one which it claims."""
+    script = ((malloc(2, HALF),), (malloc(3, HALF),), (free(1),))
+    events = [began(0, 0), began(1, 0), ended(1, 0, 0), began(2, 0), ended(2, 0, BASE + SLOT)]
+    late = [*events, ended(0, 0, BASE + SLOT)]
+    addresses = {1: (BASE + SLOT, set_aside(HALF))}
+    History.read(script, late, addresses, BASE, 1).assert_linearisable(0)
+    # In a heap of two pages the other page was free.
+    with pytest.raises(AssertionError, match="no order of these calls"):
+        History.read(script, late, addresses, BASE, 2).assert_linearisable(0)
+    # And nobody had the slot yet if it was asked for later.
+    later = [began(1, 0), ended(1, 0, 0), began(0, 0), *late[3:]]
+    with pytest.raises(AssertionError, match="no order of these calls"):
+        History.read(script, later, addresses, BASE, 1).assert_linearisable(0)
+
+
+def test_a_free_gives_up_the_address_before_the_slot() -> None:
+    """1 frees a slot, and 0 gets its address, by way of the other one: so that is gone, too, as
+    long as 1 has not returned."""
+    script = ((malloc(2, HALF), malloc(3, HALF)), (free(0),))
+    most = 2
+    events = [
+        began(1, 0, most),
+        began(0, 0, most),
+        ended(0, 0, BASE, most),
+        began(0, 1, most),
+        ended(0, 1, 0, most),
+        ended(1, 0, BASE, most),
+    ]
+    held = {0: (BASE, set_aside(HALF))}
+    History.read(script, events, held, BASE, 1).assert_linearisable(0)
+    early = [events[0], events[5], *events[1:5]]
+    with pytest.raises(AssertionError, match="no order of these calls"):
+        History.read(script, early, held, BASE, 1).assert_linearisable(0)
