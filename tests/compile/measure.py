@@ -49,10 +49,10 @@ def compile_seconds(bound: float = math.inf) -> dict[str, float]:
 
     In CPU seconds of a core that compiles `tests.compile.reference` in `REFERENCE_SECONDS`. What
     else runs on the machine adds to the times of all kernels, the reference too. So while one is
-    over `bound` all are measured again, up to seven times, and each counts by its least.
+    over `bound` all are measured again, up to three times, and each counts by its least.
     """
     least: dict[str, float] = {}
-    for _ in range(8):
+    for _ in range(4):
         with tempfile.TemporaryDirectory() as cache:
             child = start_child("seconds", TRITON_CACHE_DIR=cache, TRITON_ALWAYS_COMPILE="1")
             found = finish_child(child)

@@ -19,7 +19,7 @@ memory of configurations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,11 +48,12 @@ class Call:
         return f"[{self.begin:3} {self.end:3}] program {self.program}: {name} {what}"
 
 
-class Halves(NamedTuple):
-    """How far a search has come that lets calls take effect at two moments.
+class State(NamedTuple):
+    """How far a search for an order has come.
 
-    ``pending``: calls of which one half is done, with their blocks; ``live``: blocks that have an
-    address; ``taken``: blocks that have a slot, all at the beginnings of their pages.
+    ``done``: a bit for each call; ``live``: blocks that have an address; ``wrong``: wrong frees.
+    Where calls take effect at two moments, ``pending``: calls of which one half is done, with their
+    blocks; ``taken``: blocks that have a slot, all at the beginnings of their pages.
     """
 
     done: int
@@ -148,36 +149,18 @@ class History:
         )
 
     def _ordered(self, wrong_frees: int) -> bool:
-        calls = self.calls
-        everything = (1 << len(calls)) - 1
-        met: set[tuple[int, frozenset[Block], int]] = set()
-        stack = [(0, self.before, 0)]
-        while stack:
-            state = stack.pop()
-            if state in met:
-                continue
-            met.add(state)
-            done, live, wrong = state
-            if done == everything:
-                if wrong == wrong_frees:
-                    return True
-                continue
-            left = [at for at in range(len(calls)) if not done >> at & 1]
-            first_end = min(calls[at].end for at in left)
-            for at in left:
-                if calls[at].begin <= first_end:
-                    after = self._apply(calls[at], live)
-                    if after is not None:
-                        blocks, bad = after
-                        stack.append((done | 1 << at, blocks, wrong + bad))
-        return False
+        """Whether there is such an order of whole calls."""
+        return self._search(self._whole, wrong_frees)
 
     def _ordered_in_halves(self, wrong_frees: int) -> bool:
         """The same, where each call may take effect at two moments."""
+        return self._search(self._half, wrong_frees)
+
+    def _search(self, step: Callable[[int, State], State | None], wrong_frees: int) -> bool:
         everything = (1 << len(self.calls)) - 1
         taken = tuple(sorted(self._unplaced(block) for block in self.before))
-        stack = [Halves(0, frozenset(), self.before, taken, 0)]
-        met: set[Halves] = set()
+        stack = [State(0, frozenset(), self.before, taken, 0)]
+        met: set[State] = set()
         while stack:
             state = stack.pop()
             if state in met:
@@ -191,12 +174,20 @@ class History:
             first_end = min(self.calls[at].end for at in left)
             for at in left:
                 if self.calls[at].begin <= first_end:
-                    after = self._half(at, state)
+                    after = step(at, state)
                     if after is not None:
                         stack.append(after)
         return False
 
-    def _half(self, at: int, state: Halves) -> Halves | None:
+    def _whole(self, at: int, state: State) -> State | None:
+        """The state after a call; None if it cannot come now."""
+        after = self._apply(self.calls[at], state.live)
+        if after is None:
+            return None
+        live, bad = after
+        return state._replace(done=state.done | 1 << at, live=live, wrong=state.wrong + bad)
+
+    def _half(self, at: int, state: State) -> State | None:
         """The state after what comes next of a call; None if it cannot come now."""
         call = self.calls[at]
         done = state.done | 1 << at

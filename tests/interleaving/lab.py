@@ -27,8 +27,7 @@ SHRINK = 8.0
 """Seconds to look for a simpler schedule when one fails."""
 
 STEPS = 4000
-"""Many times what the longest schedule takes: one that takes more is stuck. (Four times as many
-where an instruction of a block is a step for each of its lanes.)"""
+"""Many times what the longest schedule takes: one that takes more is stuck."""
 
 SLOTS = 32
 
@@ -102,7 +101,7 @@ class Laboratory:
             journal=self.journal,
             split_blocks=scenario.split_blocks,
             patience=scenario.patience,
-            step_limit=STEPS * 4 if scenario.split_blocks else STEPS,
+            step_limit=STEPS,
             shrink_seconds=shrink_seconds,
         )
 
