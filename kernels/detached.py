@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
-from .bits import floor_log2, low_mask, lsr, mix, popcount
+from .bits import divide, floor_log2, lsr, mix, popcount, select_bit
 from .lanes import any_lane, first_lane, lane_bits, least_of, or_lanes, pick, width
 from .layout import (
     ATTACHED,
+    CHUNK_PAGES,
     CLASS_SHIFT,
-    G_ROW_WORDS,
+    G_PAGES,
     GRANTED,
     ORDERS,
     PUBLISHED,
@@ -46,9 +47,8 @@ from .pages import (
     follow_peak,
     give_bits,
     has_begun,
-    hinted_chunk,
     leave_transit,
-    one_of,
+    spread,
 )
 from .shelf import announce_put, count_shelved, put_on_shelf
 
@@ -229,98 +229,121 @@ def unpublish(heap, cls, chunk):
 
 
 @triton.jit
-def draw_from(heap, cls, chunk, words, free, need, salt):
+def draw_from(heap, cls, chunk, first, words, free, need):
     """Promise the caller up to ``need`` slots in pages of a chunk whose page words were ``words``
-    and had ``free`` slots (blocks of 64): 2**k slots in each of some pages. Returns k and the
-    pages as a word of bits, 0 if other programs left nothing."""
+    and had ``free`` slots (blocks of 64): up to three times 2**k slots in each page, from page
+    ``first`` of the chunk on and round. Returns k and two words of bits, the pages with one or
+    three times as much and those with two or three; 0 if other programs left nothing. The caller
+    has entered transit, which ends here."""
     lane = tl.arange(0, 64)
-    announced = begin_transit(heap)
-    # The largest k that gives enough and leaves three quarters of what is free, as slots are soon
-    # found where many are clear. Or the largest that gives enough, or the one that gives most.
+    # The largest k that gives enough and leaves seven eighths of what is free, as slots are soon
+    # found where many are clear. Or half, or nothing; at last the one that gives most.
     k = need * 0
-    fits = tl.full((), 0, tl.int64)
+    share = free * 0
     most = need * 0
     free_most = tl.max(free, axis=0)
-    leave = need * 0 + 2
-    step = floor_log2(tl.minimum(tl.maximum(free_most >> 2, 1), need))
+    leave = need * 0 + 3
+    spare = leave
+    step = floor_log2(tl.minimum(tl.maximum(free_most >> 3, 1), need))
     while (step >= 0) & (most < need):
-        pages = lane_bits((free >> (step + leave)) != 0)
-        better = (popcount(pages) << step) > most
-        k = tl.where(better, step, k)
-        fits = tl.where(better, pages, fits)
-        most = popcount(fits) << k
+        now = tl.minimum(free >> (step + leave), 3)
+        gives = tl.minimum(tl.sum(now, axis=0), need >> step) << step
+        k = tl.where(gives > most, step, k)
+        share = tl.where(gives > most, now, share)
+        spare = tl.where(gives > most, leave >> 1, spare)
+        most = tl.maximum(gives, most)
         again = (step == 0) & (leave > 0) & (most < need)
-        step = tl.where(again, floor_log2(tl.minimum(free_most, need)), step - 1)
-        leave = tl.where(again, 0, leave)
-    # As many pages as are needed, beginning anywhere, so that programs do not meet in the first.
-    choices = popcount(fits)
-    turn = popcount(fits & low_mask(lane)) - salt % choices
-    turn = tl.where(turn < 0, turn + choices, turn)
-    fit = (lsr(fits, lane.to(tl.int64)) & 1) != 0
-    mine = fit & (turn < (need >> k)) & has_begun(announced)
-    more = (words & 0) + 1 << k.to(tl.int64)
+        leave = tl.where(again, leave >> 1, leave)
+        most_left = tl.maximum(free_most >> leave, 1)
+        step = tl.where(again, floor_log2(tl.minimum(most_left, need)), step - 1)
+    # What is needed of that, from the first page on.
+    behind = tl.sum(tl.where(lane < first, share, 0), axis=0)
+    before = tl.cumsum(share, axis=0) - share - behind
+    before = tl.where(lane < first, before + tl.sum(share, axis=0), before)
+    share = tl.maximum(tl.minimum(share, (need >> k) - before), 0)
     ptr = page_word_ptr(heap, chunk * 64 + lane)
-    got = mine & (mine == 0)
+    mine = share > 0
     while any_lane(mine):
         expected = tl.where(mine, words, 0)
+        more = (share << k).to(tl.int64)
         seen = atomic_cas(ptr, expected, tl.where(mine, words + more, 0))
-        hit = mine & (seen == expected)
-        got = got | hit
+        lost = mine & (seen != expected)
         # Where others were faster, again, if there still is enough (twice as much, while pages
         # with more are to be had).
-        words = tl.where(mine, seen, words)
-        enough = (free_slots(words, cls, class_slots(cls)) >> (k + (leave >> 1))) != 0
-        mine = mine & (hit == 0) & enough
-    won = lane_bits(got)
-    granted = popcount(won) << k
+        words = tl.where(lost, seen, words)
+        left = free_slots(words, cls, class_slots(cls)) >> (k + spare)
+        share = tl.where(lost, tl.minimum(share, left), share)
+        mine = lost & (share > 0)
+    ones = lane_bits((share & 1) != 0)
+    twos = lane_bits(share > 1)
+    granted = popcount(ones) + popcount(twos) * 2 << k
     tl.atomic_add(heap + GRANTED + cls, granted.to(tl.int64), sem="relaxed")
     # (What the swap returned says how many were granted.)
     end_transit(heap, (granted > 0).to(tl.int32))
-    return k, won
+    return k, ones, twos
 
 
 @triton.jit(noinline=True)
 def draw(heap, cls, need, looks):
     """Draw up to ``need`` slots of class ``cls`` from detached pages of a chunk (all int32).
-    Returns (place, pages).
+    Returns (place, ones, twos).
 
-    ``pages`` is a word of bits; place is a stripe word without a batch: its page is the first of
-    the chunk that the bits count from, and in each page set the caller has 2**credits slots.
-    pages = 0: nothing was found. At most ``looks`` hinted chunks are looked at; with 0 all are,
-    and hints that lead to nothing are dropped. First fit by address, but over some candidates,
-    16 times as many as the launch has programs, so that these do not meet on the same page words.
+    ``ones`` and ``twos`` are words of bits; place is a stripe word without a batch: its page is the
+    first of the chunk that the bits count from. In each page of ``ones`` the caller has 2**k slots,
+    in those of ``twos`` twice as many (in those of both three times), and k is one less than the
+    credits. place = 0: nothing was found.
+
+    At most ``looks`` hinted chunks are looked at; with 0 all are, and hints that lead to nothing
+    are dropped. First fit by address, but over some candidates, up to 16 times as many as the
+    launch has programs, so that these do not meet on the same page words. Each begins at a place of
+    its own among them, and takes it to have slots without looking at the hints, unless ``looks`` is
+    0. Then the hints lead, and the choice is hashed.
     """
     lane = tl.arange(0, 64)
     row = ORDERS + cls
-    salt = mix(program_index())
     slots = class_slots(cls)
     place = tl.full((), 0, tl.int64)
-    pages = tl.full((), 0, tl.int64)
-    left = tl.where(looks == 0, FAR, looks)
-    width = tl.minimum(program_count(), 1 << 12) << 4
-    words = load_geometry(heap, G_ROW_WORDS).to(tl.int32)
-    front = tl.minimum((width >> 6) + 1, words)  # where to look first
-    start = one_of(front, salt >> 10)
+    ones = place
+    twos = place
+    left = tl.where(looks == 0, FAR, looks + 1)
+    guess = looks > 0
+    chunks = (load_geometry(heap, G_PAGES).to(tl.int32) + CHUNK_PAGES - 1) >> 6
+    width = tl.minimum(tl.minimum(program_count(), 1 << 12) << 4, chunks)
+    salt = program_index()
+    target = spread(salt, width * CHUNK_PAGES)  # the page to begin with
+    start = target >> 12
     while left > 0:
-        # One word alone: mostly it serves, and rows that all programs read are slow.
-        index = start
-        hints = atomic_load(hint_ptr(heap, row, start * 64))
-        if hints == 0:
-            index, hints = first_hinted(heap, row, start)
-        if index != FAR:
-            chunk = index * 64 + hinted_chunk(hints, width, salt)
+        chunk = target >> 6
+        if guess == 0:
+            # One word alone: mostly it serves, and rows that all programs read are slow.
+            index = start
+            hints = atomic_load(hint_ptr(heap, row, start * 64))
+            if hints == 0:
+                index, hints = first_hinted(heap, row, start)
+            choices = tl.minimum(popcount(hints), width)
+            turn = divide((target >> 6 & 63) * choices, tl.minimum(width, 64))
+            hinted = (index << 6) + select_bit(hints, turn)
+            chunk = tl.where(index != FAR, hinted, FAR)
+        guess = guess != guess
+        if chunk != FAR:
+            # (Announced before anything is taken: by what the announcement returned.)
+            announced = begin_transit(heap)
             states = atomic_load(page_word_ptr(heap, chunk * 64 + lane))
             free = free_slots(states, cls, slots)
-            if tl.sum(free, axis=0) > 0:
-                k, pages = draw_from(heap, cls, chunk, states, free, need, salt)
-                place = tl.where(pages != 0, pack_stripe(chunk * 64, k * 0, k), 0)
-            elif looks == 0:
-                unpublish(heap, cls, chunk)
-            salt = mix(salt)
-            left = tl.where(pages != 0, 0, left - 1)
-            start = one_of(front, salt >> 10)
+            if has_begun(announced) & (tl.sum(free, axis=0) > 0):
+                k, ones, twos = draw_from(heap, cls, chunk, target & 63, states, free, need)
+                drawn = pack_stripe(chunk * 64, k * 0, k + 1)
+                place = tl.where((ones | twos) != 0, drawn, 0)
+            else:
+                end_transit(heap, looks * 0)
+                if looks == 0:
+                    unpublish(heap, cls, chunk)
+            left = tl.where(place != 0, 0, left - 1)
+            salt = mix(salt + 1)
+            target = spread(salt, width * CHUNK_PAGES)
+            start = target >> 12
         else:
             # Nothing from there on: all over from the front, or there is nothing at all.
             left = tl.where(start > 0, left, 0)
             start = start * 0
-    return place, pages
+    return place, ones, twos

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .atomics import atomic_load, fence
 from .batches import half_used, open_whole, own_stripe, prefetch
-from .bits import divide, lsr, mix, popcount, select_bit
+from .bits import divide, lowest_bit, lsr, mix, popcount, select_bit
 from .detached import is_hidden, is_idle, settle_lanes, shelve_filled_lanes
 from .groups import alike, from_leader
 from .lanes import (
@@ -24,6 +24,7 @@ from .lanes import (
     first_lane,
     is_block,
     lane_index,
+    or_lanes,
     pick,
     pick_first,
     rank_of,
@@ -47,6 +48,7 @@ from .layout import (
     RUNS,
     address_of,
     class_bytes,
+    class_slots,
     is_slab,
     live_words,
     load_base,
@@ -92,22 +94,28 @@ def find_class(heap, cls, stripe, rank, active, need, state):
     ``state`` as in ``slabs.find_slots``. Returns the address of the slot that each lane was
     promised, or 0, and whether anything was found."""
     size = class_bytes(cls)
-    place, pages = find_slots(heap, cls, stripe, need, state)
-    # A draw: 2**k slots in every page set, anywhere in it.
-    drawn = pages != 0
-    k = tl.where(drawn, stripe_credits(place), 0)
-    total = tl.where(drawn, popcount(pages) << k, stripe_credits(place))
-    got = active & (rank < total)
-    page, slot = ticket_slot(tl.where(drawn, 0, place), rank, size, got)
-    first, _batch = stripe_place(place)
-    at = select_bit(pages + rank.to(tl.int64) * 0, tl.where(got, rank >> k, 0))
-    # Neighbours from some slot on: they lie in different words, or are different bits of one.
+    place, ones, twos = find_slots(heap, cls, stripe, need, state)
     slots = slots_of(size)
-    first_slot = (mix(program_index() * 4096 + at) & 0xFFFF) * slots >> 16
-    anywhere = first_slot + (rank & ((rank * 0 + 1 << k) - 1))
-    anywhere = tl.where(anywhere < slots, anywhere, anywhere - slots)
-    page = tl.where(drawn, first + at, page)
-    slot = tl.where(drawn, anywhere, slot)
+    drawn = (ones | twos) != 0
+    k = tl.where(drawn, stripe_credits(place) - 1, 0)
+    pairs = popcount(twos) << (k + 1)
+    total = tl.where(drawn, pairs + (popcount(ones) << k), stripe_credits(place))
+    got = active & (rank < total)
+    if drawn:
+        # Some slots of each page, anywhere in it: first the pages with twice as many.
+        first, _batch = stripe_place(place)
+        paired = rank < pairs
+        number = tl.where(paired, rank >> 1, rank - pairs) >> k
+        at = select_bit(tl.where(paired, twos, ones), tl.where(got, number, 0))
+        # Neighbours from some slot on: they lie in different words, or are different bits of one.
+        # (From another one for the third share of a page.)
+        salt = mix(program_index() * 4096 + tl.where(paired, at, at + 64))
+        first_slot = (salt & 0xFFFF) * slots >> 16
+        slot = first_slot + (rank & (tl.where(paired, 2, 1) << k) - 1)
+        slot = tl.where(slot < slots, slot, slot - slots)
+        page = first + at
+    else:
+        page, slot = ticket_slot(place, rank, size, got)
     addr = address_of(load_base(heap), page, slot * (size >> 4))
     return tl.where(got, addr, 0), total > 0
 
@@ -160,7 +168,8 @@ def malloc_any(heap, nbytes, active):
     addr = tl.where(got, address_of(base, page, granule), 0)
     rest = active & (got == 0) & (nbytes != 0)
     unserved = any_lane(rest | (taken != 0))
-    halves = same & half
+    # (A bit per class: flags of lanes, kept through all that follows, would cost registers.)
+    halves = tl.where(half, (word & 0) + 1 << cls.to(tl.int64), 0)
     if is_block(rest) == 0:
         # (For a scalar, one function does that and the prefetch.)
         unserved = unserved | half
@@ -172,23 +181,30 @@ def malloc_any(heap, nbytes, active):
             # (Who wants one class has waited, or found that there are no whole pages.)
             polls = tl.where(alone, 0, count * 0 + POLLS)
             promised = tl.where(lost, addr, 0)
-            more, halves = malloc_rest(
-                heap, nbytes, classes, rest, promised, tries, crossed, polls, halves
-            )
+            more, found = malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls)
+            halves = halves | found
             addr = tl.where(rest | lost, more, addr)
         else:
             addr = malloc_rest_scalar(heap, nbytes, addr, word, (taken != 0).to(tl.int32))
     if is_block(rest):
         # (Here, not in the code above, which few have fetched.)
-        going = half | unserved
-        while going:
-            now = pick_first(classes, halves)
-            going = now >= 0
-            if going:
-                prefetch(heap, now, own_stripe(heap, now))
-                halves = halves & (classes != now)
+        while halves != 0:
+            cls = lowest_bit(halves)
+            prefetch(heap, cls, own_stripe(heap, cls))
+            halves = halves & (halves - 1)
     tl.debug_barrier()
     return addr
+
+
+@triton.jit(noinline=True)
+def find_one(heap, cls, duty):
+    """:func:`find_class` for a scalar request, beginning at its own stripe, which is ours to refill
+    if ``duty`` is 1: the address it was promised, or 0. (What is computed anew here and behind the
+    call lives across no call, see :func:`malloc_rest_scalar`.)"""
+    one = duty * 0 + 1
+    stripe = own_stripe(heap, cls)
+    promised, _any = find_class(heap, cls, stripe, one * 0, one == 1, one, duty)
+    return promised
 
 
 @triton.jit(noinline=True)
@@ -199,19 +215,18 @@ def malloc_rest_scalar(heap, nbytes, addr, word, lost):
     across a call costs the caller.)"""
     one = (word & 0).to(tl.int32) + 1
     cls = size_class(tl.minimum(tl.maximum(nbytes, 1), MAX_SLOT).to(tl.int32))
-    size = class_bytes(cls)
     promised = tl.where(lost != 0, addr, 0)
     stripe = own_stripe(heap, cls)
     if addr != 0:
-        if half_used(word, slots_of(size), one):
+        if half_used(word, class_slots(cls), one):
             prefetch(heap, cls, stripe)
     elif nbytes > MAX_SLOT:
         addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
     elif nbytes > 0:
         duty = (stripe_credits(word) == 0).to(tl.int32)
-        promised, _any = find_class(heap, cls, stripe, one * 0, one == 1, one, duty)
+        promised = find_one(heap, cls, duty)
     if promised != 0:
-        addr = claim_any(heap, promised, size, one == 1)
+        addr = claim_any(heap, promised, class_bytes(cls), one == 1)
     if (addr == 0) & (nbytes != 0):
         kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
         record_error(heap, one * 0 + kind, addr, nbytes, one)
@@ -219,17 +234,18 @@ def malloc_rest_scalar(heap, nbytes, addr, word, lost):
 
 
 @triton.jit
-def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls, halves):
+def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
     """Serve the lanes in ``rest``, which got no ticket: those of a block of several classes, who
     are to try (``tries``), those that came to a dry stripe, and large and impossible sizes. Serve
     also those that were ``promised`` a slot (an address, or 0) that somebody else has now. Returns
-    the addresses in all these lanes, and ``halves``: the lanes whose tickets used up the first half
-    of a batch, those of the tickets taken here among them. The ``crossed`` lanes' stripes are ours
-    to refill; ``polls`` is how often to look at the others before a search, 0 if that was done."""
+    the addresses in all these lanes, and a word of bits: the classes of which the tickets taken
+    here used up the first half of a batch. The ``crossed`` lanes' stripes are ours to refill;
+    ``polls`` is how often to look at the others before a search, 0 if that was done."""
     patience = polls
     # Claims behind waits and searches come late, and fence: what their slots were used for since
     # the ticket (once their batch was dissolved) has to be acquired, as what is drawn.
     late = polls == 0
+    halves = rest & (rest == 0)
     pending = rest & (nbytes > 0) & (nbytes <= MAX_SLOT)
     sizes = class_bytes(classes)
     stripes = own_stripe(heap, classes)
@@ -282,7 +298,8 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls, ha
         addr = tl.where(lane_index(large) == at, run, addr)
         at = first_lane(large & (lane_index(large) > at))
     report_failed(heap, nbytes, rest & (addr == 0))
-    return addr, halves
+    used = or_lanes(tl.where(halves, (nbytes & 0) + 1 << classes.to(tl.int64), 0))
+    return addr, used
 
 
 @triton.jit

@@ -31,6 +31,10 @@ from .layout import (
     stripe_place,
 )
 
+# Slots to go on by where neighbours are taken: coprime to the slots of every class that has more,
+# and there are few classes of which some such steps lead round a page to where they began.
+STRIDE = tl.constexpr(23)
+
 
 @triton.jit
 def live_bit(live, page, granule):
@@ -121,22 +125,24 @@ def claim_tickets(live, word, rank, count, size, active):
 @triton.jit
 def another(word, granule, size):
     """Where to try next when the live bit of ``granule`` was set, of a slot of ``size`` bytes, and
-    its word is ``word``: another slot in that word, or else the next slot of the page, which mostly
-    is in another word. Every lane was promised a slot of its page, so it will find one.
+    its word is ``word``: another slot in that word, or else a slot some way off, which mostly is in
+    another word. Every lane was promised a slot of its page, so it will find one.
 
     Lanes that tried neighbouring bits of one word look for a clear one far apart, and programs
-    begin at different ones.
+    begin at different ones. The neighbouring slots are what other lanes of a draw try, so it goes
+    on by STRIDE; by one where a page has no more slots. Either leads to all of them.
     """
     unit = size >> 4
     end = slots_of(size) * unit
     _period_log2, apart = word_period(unit)
-    turn = (granule >> 6) // apart
+    turn = divide(granule >> 6, apart)
     first = (granule >> 6) - turn * apart
     last = (end - unit - (granule & 63)) >> 6
     clear = (word ^ -1) & (comb(apart) << first.to(tl.int64)) & low_mask(last + 1)
     start = (mix(program_index()) + turn * 27) & 63
     other = (next_bit(clear, start) << 6) + (granule & 63)
-    beyond = tl.where(granule + unit < end, granule + unit, 0)
+    beyond = granule + tl.where(unit * STRIDE < end, unit * STRIDE, unit)
+    beyond = tl.where(beyond < end, beyond, beyond - end)
     return tl.where(clear != 0, other, beyond)
 
 

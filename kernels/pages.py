@@ -256,18 +256,20 @@ def choose_start(start, n, salt):
 
 @triton.jit(noinline=True)
 def lacks_pages(heap, n):
-    """1 if there are no ``n`` free pages (int32), wherever they are, or else 0.
+    """1 if there are no ``n`` free pages (int32), wherever they are; 2 if there is none; or else 0.
 
     One word, while to search rows of hints that all programs read is slow. No page whose bit is
     set is counted as used: who gives subtracts first, who takes adds last. (Relaxed, but a search
     that looks at USED while a give is under way is not quiet.)
     """
-    return (atomic_load(heap + USED) + n > load_geometry(heap, G_PAGES)).to(tl.int32)
+    free = load_geometry(heap, G_PAGES) - atomic_load(heap + USED)
+    return (free < n).to(tl.int32) + (free < 1).to(tl.int32)
 
 
 @triton.jit(noinline=True)
 def take_within_chunk(heap, n, takers):
-    """Take ``n`` in [1, 64] adjacent pages of one chunk. Returns the first page, -1 if none.
+    """Take ``n`` in [1, 64] adjacent pages of one chunk. Returns the first page; -1 if there are
+    none, -2 if it was seen that there are no pages at all.
 
     First fit by address, but over some candidates, so that programs do not meet on one word: over
     twice as many chunks as would be filled if each of ``takers`` programs took one page, or as many
@@ -318,9 +320,11 @@ def take_within_chunk(heap, n, takers):
             index = tl.maximum(cursor, first)
             hints = atomic_load(hint_ptr(heap, order, index * 64))
             if hints == 0:
-                if lacks_pages(heap, n) != 0:
+                lacks = lacks_pages(heap, n)
+                if lacks != 0:
                     index = index * 0 + FAR
                     cursor = first
+                    page = -lacks
                 else:
                     index, hints = first_hinted(heap, order, index)
             start = word & 0
@@ -475,10 +479,10 @@ def take_chunks(heap, n):
 
 @triton.jit
 def take_pages(heap, n, takers):
-    """Take ``n`` >= 1 adjacent pages (int32). Returns the first page (int32), -1 if none.
+    """Take ``n`` >= 1 adjacent pages (int32). Returns the first page (int32); below 0 if none.
 
     ``takers``: how many programs may be about to do the same. Up to 63 pages lie in one chunk;
-    more begin at a chunk. -1 says only that this search found nothing: whether that means
+    more begin at a chunk. Below 0 says only that this search found nothing: whether that means
     exhaustion is for the caller to decide (:func:`collect`).
     """
     page = tl.full((), -1, tl.int32)

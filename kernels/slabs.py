@@ -198,15 +198,16 @@ def find_slots(heap, cls, stripe, need, state):
     """Slots for ``need`` requests of class ``cls`` (int32 scalars) when ``stripe`` had no tickets.
     ``state`` 1: our subtraction took the stripe below zero, so the refill is ours; -1: we have
     waited for tickets, or tried to get whole pages, and want more; 0: neither. Returns (place,
-    pages), as :func:`refill` does.
+    ones, twos), as :func:`refill` does.
 
     First at that stripe, if we have not waited there; then everywhere, until something is found or
-    two passes were quiet (nothing found, nothing put back, nothing in hand): then both are 0, the
+    two passes were quiet (nothing found, nothing put back, nothing in hand): then all are 0, the
     memory is exhausted. Two, because a slot freed into an attached page behind our back is found by
     the second.
     """
     place = tl.full((), 0, tl.int64)
-    pages = tl.full((), 0, tl.int64)
+    ones = place
+    twos = place
     before = tl.full((), -1, tl.int64)
     quiet = need * 0
     duty = tl.maximum(state, 0)
@@ -214,7 +215,7 @@ def find_slots(heap, cls, stripe, need, state):
     waited = state < 0
     if (state == 0) & (need >= class_slots(cls) * WHOLE_PAGES):
         place = open_whole(heap, cls, need)
-    while ((place | pages) == 0) & (quiet < 2):
+    while (place == 0) & (quiet < 2):
         everywhere = (waits <= 0) & (duty == 0)
         if (waits > 0) & (waited == 0):
             waits -= 1
@@ -223,22 +224,20 @@ def find_slots(heap, cls, stripe, need, state):
         waited = waited & (waited == 0)
         if (place | duty) == 0:
             looks = tl.where(everywhere, 0, 2)
-            place, pages = draw(heap, cls, need, looks)
-            if ((place | pages) == 0) & (everywhere == 0):
+            place, ones, twos = draw(heap, cls, need, looks)
+            if (place == 0) & (everywhere == 0):
                 duty = take_duty(stripe)
         if duty != 0:
             # Tickets that we have already are enough for us.
             wants = tl.where(place == 0, need, 0)
             found = swap(heap, cls, stripe, wants)
-            drawn = tl.full((), 0, tl.int64)
             if found == 0:
-                found, drawn = refill(heap, cls, stripe, wants)
+                found, ones, twos = refill(heap, cls, stripe, wants)
             place = tl.where(place == 0, found, place)
-            pages = drawn
             duty = need * 0
             waits = need * 0
-        elif everywhere & ((place | pages) == 0):
-            # Announces nothing unless a page may be free: programs that find the heap exhausted
+        elif everywhere & (place == 0):
+            # Nothing is announced unless a page may be free: programs that find the heap exhausted
             # must leave each other in peace, or none would see the quiet pass that ends it.
             if lacks_pages(heap, need * 0 + 1) == 0:
                 index, _hints = first_hinted(heap, need * 0, need * 0)
@@ -250,12 +249,12 @@ def find_slots(heap, cls, stripe, need, state):
                 same = (gained == 0) & (after >= 0) & (after == before)
                 quiet = tl.where(same, quiet + 1, 0)
                 before = after
-    return place, pages
+    return place, ones, twos
 
 
 @triton.jit(noinline=True)
 def find_run(heap, n):
-    """Take ``n`` pages (int32) for a large allocation: the first page, or -1 when exhausted
+    """Take ``n`` pages (int32) for a large allocation: the first page; below 0 when exhausted
     (two quiet passes, as in :func:`find_slots`)."""
     page = tl.full((), -1, tl.int32)
     quiet = n * 0

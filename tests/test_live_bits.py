@@ -1,4 +1,6 @@
-"""What lanes hear of the live bits that another lane spoke for, when a ticket came too late."""
+"""Live bits that somebody else had: what lanes hear of them, and where else they look."""
+
+import math
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ import triton
 import triton.language as tl
 
 from devalloc.kernels import live
+from devalloc.sizes import CLASS_SIZES, PAGE_BYTES
 from tests.support import DEVICE
 
 
@@ -43,3 +46,11 @@ def test_each_lane_hears_of_its_own_bit_only(lanes: int, warps: int) -> None:
         num_warps=warps,
     )
     assert out.cpu().tolist() == taken.to(torch.int32).tolist()
+
+
+@pytest.mark.parametrize("size", CLASS_SIZES)
+def test_who_goes_on_by_the_stride_comes_to_every_slot(size: int) -> None:
+    """Or a lane that was promised the last slot of a page might look for it for ever."""
+    slots = PAGE_BYTES // size
+    stride = live.STRIDE.value
+    assert slots <= stride or math.gcd(slots, stride) == 1

@@ -17,6 +17,7 @@ KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 # "module.function" -> why what it loads cannot change while it looks.
 ALLOWED = {
     "bits.popcount": "inline assembly that reads no memory",
+    "bits.popcount32": "inline assembly that reads no memory",
     "groups.alike": "inline assembly that reads no memory",
     "bits.shift_left": "inline assembly that reads no memory",
     "bits.reciprocal": "inline assembly that reads no memory",

@@ -168,8 +168,8 @@ ALL = (
     Mutant(
         name="drawn_without_winning",
         file="detached.py",
-        old="hit = mine & (seen == expected)",
-        new="hit = mine",
+        old="lost = mine & (seen != expected)",
+        new="lost = mine & (mine == 0)",
         breaks="a page is drawn although its word changed: its slots have two accounts",
         scenario="in_hand_slots",
     ),
@@ -298,8 +298,8 @@ ALL = (
     Mutant(
         name="one_quiet_pass",
         file="slabs.py",
-        old="while ((place | pages) == 0) & (quiet < 2):",
-        new="while ((place | pages) == 0) & (quiet < 1):",
+        old="while (place == 0) & (quiet < 2):",
+        new="while (place == 0) & (quiet < 1):",
         breaks="a slot that moved behind the search, without transit, is overlooked",
         scenario="slots_move_unannounced",
     ),
