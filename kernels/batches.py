@@ -18,10 +18,9 @@ import triton.language as tl
 from .atomics import atomic_cas, atomic_load, fence
 from .bits import floor_log2, lowest_bit, reciprocal
 from .detached import draw, is_idle, settle
-from .lanes import lane_bits, or_lanes, pick
+from .lanes import count_lanes, lane_bits, or_lanes, pick
 from .layout import (
     ATTACHED,
-    CLASS_SHIFT,
     G_MAX_BATCH,
     G_PAGES,
     G_STRIPES,
@@ -29,7 +28,6 @@ from .layout import (
     HELD,
     ORDERS,
     PUBLISHED,
-    SLAB,
     SPARE,
     USED,
     class_bytes,
@@ -41,6 +39,7 @@ from .layout import (
     page_word_ptr,
     program_count,
     program_index,
+    slab_of,
     stripe_credits,
     stripe_place,
     stripe_ptr,
@@ -101,8 +100,7 @@ def detach(heap, cls, word):
         tl.atomic_or(hint_ptr(heap, ORDERS + cls, page >> 6), bit, sem="relaxed")
         idle = lane_bits(mine & is_idle(now))
         if idle != 0:
-            state = (cls.to(tl.int64) << CLASS_SHIFT) + (SLAB + PUBLISHED)
-            settle(heap, page >> 6, idle << (page & 63).to(tl.int64), state)
+            settle(heap, page >> 6, idle << (page & 63).to(tl.int64), slab_of(cls) + PUBLISHED)
         # The hints before the end of the transit.
         fence(heap + GRANTED + cls)
     return page * 0
@@ -150,7 +148,7 @@ def open_pages(heap, cls, batch, least, used, state, takers):
         slots = class_slots(cls)
         used = tl.minimum(used, batch * slots)
         out = tl.minimum(tl.maximum(used - lane * slots, 0), slots).to(tl.int64)
-        word = out + (cls.to(tl.int64) << CLASS_SHIFT) + (SLAB + state)
+        word = out + slab_of(cls) + state
         mine = lane < batch
         ptr = page_word_ptr(heap, page + tl.where(mine, lane, 0))
         was = tl.atomic_xchg(ptr, word, mask=mine, sem="relaxed")
@@ -164,7 +162,7 @@ def open_pages(heap, cls, batch, least, used, state, takers):
         result = pack_stripe(page, batch, used)
         if (state & ATTACHED) == 0:
             # The page words before the live bits, or a wrong free could come between: whoever has
-            # slots has them from what the exchange returned, which is nothing (KIND_FREE). (Those
+            # slots has them from what the exchange returned, which is nothing (FREE). (Those
             # of a batch have a fence between them: `install`.)
             result = result | or_lanes(tl.where(mine, was, 0))
     return result
@@ -196,7 +194,7 @@ def open_whole(heap, cls, need):
     return word
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def announce(heap, stripe):
     """Enter transit, without a fence, and look at what decides about a batch for ``stripe``, all by
     one instruction. Returns the stripe word, its spare, and (int32) how many pages a batch may have
@@ -315,7 +313,8 @@ def swap(heap, cls, stripe, need):
     announced = begin_transit(heap)
     place = atomic_load(stripe + SPARE)
     # (Announced before anything is taken: by what the announcement returned.)
-    if (stripe_credits(place) > 0) & has_begun(announced):
+    begun = count_lanes(has_begun(announced)) == 64
+    if begun & (stripe_credits(place) > 0):
         if atomic_cas(stripe + SPARE, place, place & 0) == place:
             # What the slots' former owners did, before whoever takes a ticket.
             fence(stripe)

@@ -26,7 +26,13 @@ def halves(x):
 @triton.jit
 def join(high, low):
     """The int64 whose :func:`halves` are ``high`` and ``low``."""
-    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+    if has_ptx():
+        word = tl.inline_asm_elementwise(
+            "mov.b64 $0, {$2, $1};", "=l,r,r", [high, low], dtype=tl.int64, is_pure=True, pack=1
+        )
+    else:
+        word = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+    return word
 
 
 @triton.jit
@@ -42,18 +48,6 @@ def popcount(x):
         x = (x & 0x3333333333333333) + (lsr(x, 2) & 0x3333333333333333)
         x = (x + lsr(x, 4)) & 0x0F0F0F0F0F0F0F0F
         count = lsr(x * 0x0101010101010101, 56).to(tl.int32)
-    return count
-
-
-@triton.jit
-def popcount32(x):
-    """Number of set bits of int32 ``x``, as int32."""
-    if has_ptx():
-        count = tl.inline_asm_elementwise(
-            "popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        count = popcount(x.to(tl.int64) & 0xFFFFFFFF)
     return count
 
 
@@ -86,32 +80,30 @@ def low_mask(n):
 def select_bit(x, r):
     """Index (int32) of the ``r``-th set bit of ``x``, counted from 0; needs r < popcount(x).
 
-    Halves the place six times. (A loop: unrolled it would be most of what a malloc compiles. In it,
-    32 bits are half of the instructions that 64 are.)
+    Halves the place six times. (A loop: unrolled it would be most of what a malloc compiles.)
     """
-    high, low = halves(x)
-    below = popcount32(low)
-    skip = r >= below
-    word = tl.where(skip, high, low)
-    pos = tl.where(skip, 32, 0)
-    r = tl.where(skip, r - below, r)
-    width = tl.full((), 16, tl.int32)
+    pos = r * 0
+    width = tl.full((), 32, tl.int64)
     while width > 0:
-        below = popcount32(word & ((width * 0 + 1 << width) - 1))
+        below = popcount(lsr(x, pos.to(tl.int64)) & ((width * 0 + 1 << width) - 1))
         skip = r >= below
-        word = tl.where(skip, word >> width, word)
-        pos = tl.where(skip, pos + width, pos)
+        pos = tl.where(skip, pos + width.to(tl.int32), pos)
         r = tl.where(skip, r - below, r)
         width = width >> 1
     return pos
 
 
 @triton.jit
+def turn_right(x, n):
+    """``x`` turned right by ``n`` bits, int32 in [0, 63]: bit 0 comes round to bit 63."""
+    return lsr(x, n.to(tl.int64)) | (x << (-n & 63).to(tl.int64))
+
+
+@triton.jit
 def next_bit(x, start):
     """Index (int32) of the first set bit of ``x``, which has one, from bit ``start`` in [0, 63]
     (int32) on and round."""
-    turned = lsr(x, start.to(tl.int64)) | (x << (-start & 63).to(tl.int64))
-    return (lowest_bit(turned) + start) & 63
+    return (lowest_bit(turn_right(x, start)) + start) & 63
 
 
 @triton.jit
@@ -159,7 +151,29 @@ def divide(x, d):
     The quotient of (x + 1/2) / d is at least 1 / (2 d) away from an integer, and at most
     2**18 / d * 2**-21 wrong. A fifth of the instructions of an integer division.
     """
-    return ((x.to(tl.float32) + 0.5) * reciprocal(d.to(tl.float32))).to(tl.int32)
+    if has_ptx():
+        # The same in one operation, as all this is in dozens of places: they count when compiling.
+        quotient = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .f32 number, inverse;
+                cvt.rn.f32.s32 number, $1;
+                add.rn.f32 number, number, 0f3F000000;
+                cvt.rn.f32.s32 inverse, $2;
+                rcp.approx.ftz.f32 inverse, inverse;
+                mul.rn.f32 number, number, inverse;
+                cvt.rzi.s32.f32 $0, number;
+            }
+            """,
+            "=r,r,r",
+            [x, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        quotient = ((x.to(tl.float32) + 0.5) * reciprocal(d.to(tl.float32))).to(tl.int32)
+    return quotient
 
 
 @triton.jit

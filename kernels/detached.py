@@ -12,21 +12,22 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
-from .bits import divide, floor_log2, lsr, mix, popcount, select_bit
+from .bits import divide, floor_log2, lsr, mix, popcount, select_bit, turn_right
 from .lanes import any_lane, first_lane, lane_bits, least_of, or_lanes, pick, width
 from .layout import (
     ATTACHED,
     CHUNK_PAGES,
-    CLASS_SHIFT,
+    CLASS_MASK,
     G_PAGES,
     GRANTED,
+    KIND_MASK,
     ORDERS,
+    OUT_MASK,
     PUBLISHED,
     SLAB,
     USED,
     class_slots,
     hint_ptr,
-    is_slab,
     load_geometry,
     pack_stripe,
     page_class,
@@ -35,6 +36,7 @@ from .layout import (
     program_count,
     program_index,
     size_class,
+    slab_of,
     slots_of,
 )
 from .pages import (
@@ -58,25 +60,25 @@ from .shelf import announce_put, count_shelved, put_on_shelf
 @triton.jit
 def is_idle(word):
     """Page words of slabs that nothing is in and nobody uses: they can be retired."""
-    return is_slab(word) & ((word & ATTACHED) == 0) & (page_out(word) == 0)
+    return (word & (KIND_MASK | ATTACHED | OUT_MASK)) == SLAB
 
 
 @triton.jit
 def is_hidden(word):
     """Page words of detached slabs that no search can find."""
-    return is_slab(word) & ((word & (ATTACHED | PUBLISHED)) == 0)
+    return (word & (KIND_MASK | ATTACHED | PUBLISHED)) == SLAB
 
 
 @triton.jit
 def free_slots(word, cls, slots):
     """Slots that can be drawn from pages with these words: 0 unless detached slabs of ``cls``."""
-    fits = is_slab(word) & (page_class(word) == cls) & ((word & ATTACHED) == 0)
+    fits = (word & (KIND_MASK | ATTACHED | CLASS_MASK)) == slab_of(cls)
     return tl.where(fits, slots - page_out(word), 0)
 
 
 @triton.jit
 def is_published(word, cls):
-    return is_slab(word) & (page_class(word) == cls) & ((word & PUBLISHED) != 0)
+    return (word & (KIND_MASK | PUBLISHED | CLASS_MASK)) == slab_of(cls) + PUBLISHED
 
 
 @triton.jit(noinline=True)
@@ -149,7 +151,7 @@ def shelve_filled(heap, page, length, size):
     announced = announce_put(heap, length)
     words = atomic_load(page_word_ptr(heap, page + tl.where(mine, lane, 0)), mine)
     cls = size_class(size)
-    filled = (cls.to(tl.int64) << CLASS_SHIFT) + slots_of(size) + SLAB
+    filled = slab_of(cls) + slots_of(size)
     done = length * 0
     if any_lane(mine & (words != filled)) == 0:
         done = put_on_shelf(heap, page, length, cls, announced)
@@ -180,16 +182,16 @@ def settle_lanes(heap, page, word, asks):
     blocks; several lanes may name one page."""
     enter_transit(heap)
     hinted = tl.full((), 0, tl.int32)
+    # A turn for all pages of a chunk with the same class: mostly there is one.
+    key = (page & -64) + page_class(word)
     first = first_lane(asks)
     while first < width(asks):
-        # A turn for all pages of a chunk with the same class: mostly there is one.
-        chunk = pick(page, first) >> 6
-        cls = pick(page_class(word), first)
-        alike = asks & (page >> 6 == chunk) & (page_class(word) == cls)
+        turn = pick(key, first)
+        alike = asks & (key == turn)
         bits = (word & 0) + 1 << (page & 63).to(tl.int64)
         # (Of what several lanes found of a page, the least is the latest.)
         pages = or_lanes(tl.where(alike, bits, 0))
-        hinted = hinted | settle(heap, chunk, pages, least_of(word, alike))
+        hinted = hinted | settle(heap, turn >> 6, pages, least_of(word, alike))
         asks = asks & (alike == 0)
         first = first_lane(asks)
     if hinted != 0:
@@ -202,9 +204,9 @@ def settle_lanes(heap, page, word, asks):
 # Draws ----------------------------------------------------------------------------------------
 
 
-@triton.jit(noinline=True)
+@triton.jit
 def unpublish(heap, cls, chunk):
-    """Clear the hint of class ``cls`` for a chunk in which nothing can be drawn; returns 0.
+    """Clear the hint of class ``cls`` for a chunk in which nothing can be drawn.
 
     PUBLISHED promises the hint, so it goes first, page by page, and a page that gets a free slot
     meanwhile is published again by that free (settle). A page that was published behind our back
@@ -225,23 +227,21 @@ def unpublish(heap, cls, chunk):
     if again != 0:
         tl.atomic_or(hint, bit, sem="relaxed")
     leave_transit(heap, again)
-    return again
 
 
 @triton.jit
-def draw_from(heap, cls, chunk, first, words, free, need):
+def draw_from(heap, cls, chunk, first, words, free, free_most, need):
     """Promise the caller up to ``need`` slots in pages of a chunk whose page words were ``words``
-    and had ``free`` slots (blocks of 64): up to three times 2**k slots in each page, from page
-    ``first`` of the chunk on and round. Returns k and two words of bits, the pages with one or
-    three times as much and those with two or three; 0 if other programs left nothing. The caller
-    has entered transit, which ends here."""
+    and had ``free`` slots, at most ``free_most`` (blocks of 64 in order of the pages from page
+    ``first`` of the chunk on and round): up to three times 2**k slots in each page. Returns k and
+    two words of bits, the pages with one or three times as much and those with two or three; 0 if
+    other programs left nothing. The caller has entered transit, which ends here."""
     lane = tl.arange(0, 64)
     # The largest k that gives enough and leaves seven eighths of what is free, as slots are soon
     # found where many are clear. Or half, or nothing; at last the one that gives most.
     k = need * 0
     share = free * 0
     most = need * 0
-    free_most = tl.max(free, axis=0)
     leave = need * 0 + 3
     spare = leave
     step = floor_log2(tl.minimum(tl.maximum(free_most >> 3, 1), need))
@@ -257,11 +257,9 @@ def draw_from(heap, cls, chunk, first, words, free, need):
         most_left = tl.maximum(free_most >> leave, 1)
         step = tl.where(again, floor_log2(tl.minimum(most_left, need)), step - 1)
     # What is needed of that, from the first page on.
-    behind = tl.sum(tl.where(lane < first, share, 0), axis=0)
-    before = tl.cumsum(share, axis=0) - share - behind
-    before = tl.where(lane < first, before + tl.sum(share, axis=0), before)
+    before = tl.cumsum(share, axis=0) - share
     share = tl.maximum(tl.minimum(share, (need >> k) - before), 0)
-    ptr = page_word_ptr(heap, chunk * 64 + lane)
+    ptr = page_word_ptr(heap, chunk * 64 + (lane + first & 63))
     mine = share > 0
     while any_lane(mine):
         expected = tl.where(mine, words, 0)
@@ -280,7 +278,7 @@ def draw_from(heap, cls, chunk, first, words, free, need):
     tl.atomic_add(heap + GRANTED + cls, granted.to(tl.int64), sem="relaxed")
     # (What the swap returned says how many were granted.)
     end_transit(heap, (granted > 0).to(tl.int32))
-    return k, ones, twos
+    return k, turn_right(ones, -first & 63), turn_right(twos, -first & 63)
 
 
 @triton.jit(noinline=True)
@@ -328,10 +326,12 @@ def draw(heap, cls, need, looks):
         if chunk != FAR:
             # (Announced before anything is taken: by what the announcement returned.)
             announced = begin_transit(heap)
-            states = atomic_load(page_word_ptr(heap, chunk * 64 + lane))
-            free = free_slots(states, cls, slots)
-            if has_begun(announced) & (tl.sum(free, axis=0) > 0):
-                k, ones, twos = draw_from(heap, cls, chunk, target & 63, states, free, need)
+            first = target & 63
+            states = atomic_load(page_word_ptr(heap, chunk * 64 + (lane + first & 63)))
+            free = tl.where(has_begun(announced), free_slots(states, cls, slots), 0)
+            free_most = tl.max(free, axis=0)
+            if free_most > 0:
+                k, ones, twos = draw_from(heap, cls, chunk, first, states, free, free_most, need)
                 drawn = pack_stripe(chunk * 64, k * 0, k + 1)
                 place = tl.where((ones | twos) != 0, drawn, 0)
             else:

@@ -38,8 +38,6 @@ from .layout import (
     ERRORS,
     FOR_RUN,
     G_PAGES,
-    KIND_FREE,
-    KIND_RUN,
     KIND_SHIFT,
     MAX_BATCH,
     MAX_SLOT,
@@ -49,13 +47,13 @@ from .layout import (
     address_of,
     class_bytes,
     class_slots,
+    is_run,
     is_slab,
     live_words,
     load_base,
     load_geometry,
     page_bits_ptr,
     page_class,
-    page_kind,
     page_out,
     page_word_ptr,
     place_of,
@@ -355,7 +353,7 @@ def locate(heap, addr, active):
 @triton.jit
 def needs_care(word):
     """Page words, after a subtraction, that leave something to do: runs, idle, hidden."""
-    return (page_kind(word) == KIND_RUN) | is_idle(word) | is_hidden(word)
+    return is_run(word) | is_idle(word) | is_hidden(word)
 
 
 @triton.jit
@@ -396,7 +394,7 @@ def free_rest_scalar(heap, addr, page, wrong, now):
 def free_rest(heap, addr, page, wrong, now, acts):
     """What is left to do after the subtraction: give back runs, settle pages, report what was
     freed wrongly. The lanes in ``acts`` subtracted, and ``now`` came of it."""
-    runs = acts & (page_kind(now) == KIND_RUN)
+    runs = acts & is_run(now)
     at = first_lane(runs)
     while at < width(runs):
         free_run(heap, pick(page, at), pick(page_out(now), at) + 1)
@@ -417,8 +415,8 @@ def report_wrong(heap, addr):
     inside, page, granule = locate(heap, addr, addr != 0)
     state = atomic_load(page_word_ptr(heap, page))
     slot = is_slab(state) & begins_slot(state, granule)
-    head = (page_kind(state) == KIND_RUN) & (granule == 0)
-    empty = page_kind(state) == KIND_FREE
+    head = is_run(state) & (granule == 0)
+    empty = (is_slab(state) | is_run(state)) == 0
     looks = tl.where(inside & empty, 64, 0)
     while looks > 0:
         # Free, or inside a run? Again a few times, because a page that is just being given back

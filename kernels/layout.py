@@ -109,12 +109,11 @@ E_INVALID_ARGUMENT = tl.constexpr(3)
 # Page word.
 OUT_MASK = tl.constexpr((1 << 24) - 1)
 CLASS_SHIFT = tl.constexpr(24)
+CLASS_MASK = tl.constexpr(63 << 24)
 ATTACHED = tl.constexpr(1 << 30)
 PUBLISHED = tl.constexpr(1 << 31)
 KIND_SHIFT = tl.constexpr(32)
-KIND_FREE = tl.constexpr(0)
-KIND_SLAB = tl.constexpr(1)
-KIND_RUN = tl.constexpr(2)
+KIND_MASK = tl.constexpr(3 << 32)
 SLAB = tl.constexpr(1 << 32)
 RUN = tl.constexpr(2 << 32)
 
@@ -123,6 +122,12 @@ BATCH_SHIFT = tl.constexpr(55)
 
 # A place of the shelf: what a run's pages are for; those of a slab: its class.
 FOR_RUN = tl.constexpr(63)
+
+
+@triton.constexpr_function
+def immutable_load(word):
+    """The PTX of :func:`load_immutable`. (The compiler then has no address to compute.)"""
+    return f"ld.global.nc.b64 $0, [$1+{8 * word}];"
 
 
 @triton.jit
@@ -135,9 +140,9 @@ def load_immutable(heap, word: tl.constexpr):
     """
     if has_ptx():
         value = tl.inline_asm_elementwise(
-            "ld.global.nc.b64 $0, [$1];",
+            immutable_load(word),
             "=l,l",
-            [(heap + word).to(tl.int64)],
+            [heap],
             dtype=tl.int64,
             is_pure=True,
             pack=1,
@@ -241,13 +246,17 @@ def size_class(nbytes):
 
 
 @triton.jit
+def class_steps(cls):
+    """``(n, k)``, int32: a slot of class ``cls``, one of the first 32, is n times 2**k bytes."""
+    return (cls & 3) + tl.where(cls < 4, 1, 5), tl.maximum(cls >> 2, 1) + 3
+
+
+@triton.jit
 def class_bytes(cls):
     """Slot size in bytes (int32) of class ``cls`` (int32)."""
-    step = tl.maximum(cls - 8, 0)
-    middle = (5 + (step & 3)) << tl.minimum(5 + (step >> 2), 16)
-    pieces = tl.minimum(tl.maximum(39 - cls, 2), 7)
-    high = (divide(pieces * 0 + PAGE_BYTES, pieces) >> 4) << 4
-    return tl.where(cls < 8, (cls + 1) * 16, tl.where(cls < 32, middle, high))
+    steps, step_log2 = class_steps(cls)
+    high = divide(cls * 0 + PAGE_BYTES // 16, tl.maximum(39 - cls, 2)) << 4
+    return tl.where(cls < 32, steps << step_log2, high)
 
 
 @triton.jit
@@ -259,7 +268,8 @@ def slots_of(size):
 @triton.jit
 def class_slots(cls):
     """Slots per page (int32) of class ``cls``."""
-    return slots_of(class_bytes(cls))
+    steps, step_log2 = class_steps(cls)
+    return tl.where(cls < 32, divide(cls * 0 + PAGE_BYTES >> step_log2, steps), 39 - cls)
 
 
 # Fields ---------------------------------------------------------------------------------------
@@ -276,13 +286,19 @@ def page_class(word):
 
 
 @triton.jit
-def page_kind(word):
-    return ((word >> KIND_SHIFT) & 3).to(tl.int32)
+def is_slab(word):
+    return (word & KIND_MASK) == SLAB
 
 
 @triton.jit
-def is_slab(word):
-    return page_kind(word) == KIND_SLAB
+def is_run(word):
+    return (word & KIND_MASK) == RUN
+
+
+@triton.jit
+def slab_of(cls):
+    """The page word of a slab of class ``cls`` (int32) that nothing is in and nobody knows of."""
+    return (cls.to(tl.int64) << CLASS_SHIFT) + SLAB
 
 
 @triton.jit
@@ -295,7 +311,7 @@ def stripe_credits(word):
 def stripe_place(word):
     """``(first page, batch length)`` of a stripe word, as int32."""
     # (Credits below zero have borrowed one from the upper half.)
-    high = (word >> 32).to(tl.int32) - (stripe_credits(word) >> 31)
+    high = ((word + (1 << 31)) >> 32).to(tl.int32)
     return high & ((1 << 23) - 1), (high >> 23) & 127
 
 

@@ -66,7 +66,8 @@ FAR = tl.constexpr(1 << 30)
 
 @triton.jit
 def transit_ptr(heap):
-    return heap + TRANSIT + (program_index() & (TRANSIT_STRIPES - 1)) * TRANSIT_STRIDE
+    stripe = program_index() & (TRANSIT_STRIPES - 1)
+    return heap + TRANSIT + stripe * TRANSIT_STRIDE
 
 
 @triton.jit
@@ -89,9 +90,9 @@ def begin_transit(heap):
 
 @triton.jit
 def has_begun(announced):
-    """True, once the announcement of :func:`begin_transit` has returned."""
-    lane = tl.arange(0, 64)
-    return tl.sum(((lane == 0) & (announced >= 0)).to(tl.int32), axis=0) > 0
+    """What :func:`begin_transit` returned, as flags of 64 lanes, all true: who looks at them waits
+    for the announcement."""
+    return (announced >= 0) | (tl.arange(0, 64) != 0)
 
 
 @triton.jit
@@ -206,7 +207,7 @@ def drop_hints(heap, order, index, stale):
     return order * 0
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def first_hinted(heap, row, cursor):
     """Index of the first non-zero word of hint row ``row`` at or after ``cursor``, and the word.
 
@@ -409,9 +410,10 @@ def claim_tail(heap, chunk, bits):
     return claimed
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def give_run(heap, page, n):
-    """Give back ``n`` adjacent pages from ``page`` on: within a chunk, or from a chunk's start."""
+    """Give back ``n`` adjacent pages from ``page`` on: within a chunk, or from a chunk's start.
+    Returns 0."""
     lane = tl.arange(0, 64)
     done = n * 0
     while done < n:
@@ -421,6 +423,7 @@ def give_run(heap, page, n):
         bits = low_mask(tl.maximum(length, 0)) << (at & 63).to(tl.int64)
         give_pages(heap, tl.where(active, at >> 6, 0), bits, active)
         done += 64 * CHUNK_PAGES
+    return done * 0
 
 
 @triton.jit(noinline=True)

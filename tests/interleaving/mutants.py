@@ -216,8 +216,8 @@ ALL = (
     Mutant(
         name="idle_page_is_kept",
         file="heap.py",
-        old="return (page_kind(word) == KIND_RUN) | is_idle(word) | is_hidden(word)",
-        new="return (page_kind(word) == KIND_RUN) | is_hidden(word)",
+        old="return is_run(word) | is_idle(word) | is_hidden(word)",
+        new="return is_run(word) | is_hidden(word)",
         breaks="a page whose last slot was freed stays a slab",
         scenario="retire_or_free",
     ),
@@ -342,7 +342,8 @@ ALL = (
     announced = begin_transit(heap)
     place = atomic_load(stripe + SPARE)
     # (Announced before anything is taken: by what the announcement returned.)
-    if (stripe_credits(place) > 0) & has_begun(announced):
+    begun = count_lanes(has_begun(announced)) == 64
+    if begun & (stripe_credits(place) > 0):
         if atomic_cas(stripe + SPARE, place, place & 0) == place:
             # What the slots' former owners did, before whoever takes a ticket.
             fence(stripe)
