@@ -353,7 +353,7 @@ def locate(heap, addr, active):
 @triton.jit
 def needs_care(word):
     """Page words, after a subtraction, that leave something to do: runs, idle, hidden."""
-    return is_run(word) | is_idle(word) | is_hidden(word)
+    return is_idle(word) | is_hidden(word) | is_run(word)
 
 
 @triton.jit

@@ -216,8 +216,8 @@ ALL = (
     Mutant(
         name="idle_page_is_kept",
         file="heap.py",
-        old="return is_run(word) | is_idle(word) | is_hidden(word)",
-        new="return is_run(word) | is_hidden(word)",
+        old="return is_idle(word) | is_hidden(word) | is_run(word)",
+        new="return is_hidden(word) | is_run(word)",
         breaks="a page whose last slot was freed stays a slab",
         scenario="retire_or_free",
     ),
