@@ -230,13 +230,12 @@ def unpublish(heap, cls, chunk):
 
 
 @triton.jit
-def draw_from(heap, cls, chunk, first, words, free, free_most, need):
-    """Promise the caller up to ``need`` slots in pages of a chunk whose page words were ``words``
-    and had ``free`` slots, at most ``free_most`` (blocks of 64 in order of the pages from page
-    ``first`` of the chunk on and round): up to three times 2**k slots in each page. Returns k and
-    two words of bits, the pages with one or three times as much and those with two or three; 0 if
-    other programs left nothing. The caller has entered transit, which ends here."""
-    lane = tl.arange(0, 64)
+def draw_from(heap, cls, first, ptr, words, free, free_most, need):
+    """Promise the caller up to ``need`` slots in pages of a chunk whose page words, at ``ptr``,
+    were ``words`` and had ``free`` slots, at most ``free_most`` (blocks of 64 in order of the pages
+    from page ``first`` of the chunk on and round): up to three times 2**k slots in each page.
+    Returns k and two words of bits, the pages with one or three times as much and those with two or
+    three; 0 if other programs left nothing. The caller has entered transit, which ends here."""
     # The largest k that gives enough and leaves seven eighths of what is free, as slots are soon
     # found where many are clear. Or half, or nothing; at last the one that gives most.
     k = need * 0
@@ -259,7 +258,6 @@ def draw_from(heap, cls, chunk, first, words, free, free_most, need):
     # What is needed of that, from the first page on.
     before = tl.cumsum(share, axis=0) - share
     share = tl.maximum(tl.minimum(share, (need >> k) - before), 0)
-    ptr = page_word_ptr(heap, chunk * 64 + (lane + first & 63))
     mine = share > 0
     while any_lane(mine):
         expected = tl.where(mine, words, 0)
@@ -327,11 +325,12 @@ def draw(heap, cls, need, looks):
             # (Announced before anything is taken: by what the announcement returned.)
             announced = begin_transit(heap)
             first = target & 63
-            states = atomic_load(page_word_ptr(heap, chunk * 64 + (lane + first & 63)))
+            ptr = page_word_ptr(heap, chunk * 64 + (lane + first & 63))
+            states = atomic_load(ptr)
             free = tl.where(has_begun(announced), free_slots(states, cls, slots), 0)
             free_most = tl.max(free, axis=0)
             if free_most > 0:
-                k, ones, twos = draw_from(heap, cls, chunk, first, states, free, free_most, need)
+                k, ones, twos = draw_from(heap, cls, first, ptr, states, free, free_most, need)
                 drawn = pack_stripe(chunk * 64, k * 0, k + 1)
                 place = tl.where((ones | twos) != 0, drawn, 0)
             else:

@@ -29,8 +29,7 @@ KEYS = [f"{case.key}@{target}" for case in all_cases() for target in TARGETS]
 # For a malloc with a free, of a number or of a block: see `compile_seconds` for whose seconds.
 MAX_COMPILE_SECONDS = 3.0
 # Kernels that do not spill, with the functions that they call. Those that allocate spill a little
-# around calls of cold functions (scalars 12 to 28 bytes with the compiler of Triton 3.6); how much,
-# the budget says.
+# around calls of cold functions; how much, the budget says.
 SPILL_NOTHING = {"free_scalar", "free_lanes", "usable_size_scalar", "usable_size_lanes", PROBE.name}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
