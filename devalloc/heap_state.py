@@ -185,17 +185,17 @@ def initialise(control: torch.Tensor, geometry: Geometry, base: int) -> None:
     control[: len(header)].copy_(header)
     bits = control[geometry.page_bits : geometry.page_bits + geometry.chunks]
     bits.fill_(-1)
+    # All chunks have a run of 2**order pages, but perhaps for the last.
+    orders = layout.ORDERS.value
+    rows = control[geometry.hints :][: orders * geometry.row_words].view(orders, -1)
+    rows.fill_(-1)
+    end = (geometry.chunks - 1) % 64  # the bit of the last chunk
     rest = geometry.pages % 64
+    if end != 63:
+        rows[:, -1] = (2 << end) - 1
     if rest:
         bits[-1] = (1 << rest) - 1
-    hints = control[geometry.hints :]
-    for order in range(layout.ORDERS.value):
-        # All chunks have a run of 2**order pages, but perhaps for the last.
-        chunks = geometry.chunks - int(0 < rest < 1 << order)
-        row = hints[order * geometry.row_words :]
-        row[: chunks // 64].fill_(-1)
-        if chunks % 64:
-            row[chunks // 64] = (1 << chunks % 64) - 1
+        rows[rest.bit_length() :, -1] = (1 << end) - 1
 
 
 class State:

@@ -85,6 +85,9 @@ def detach(heap, cls, word):
     """
     page, batch = stripe_place(word)
     if batch > 0:
+        # (Triton 3.6 puts no barrier between what callers read of shared memory and what is written
+        # to it here: a warp that comes late would read that.)
+        tl.debug_barrier()
         lane = tl.arange(0, 64)
         credits = stripe_credits(word)
         tl.atomic_add(heap + GRANTED + cls, -tl.maximum(credits, 0).to(tl.int64), sem="relaxed")

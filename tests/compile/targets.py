@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from tests.compile.cases import Case
+from tests.compile.shared_memory import PTX_FUNCTION, races
 
 TARGETS = {
     "cuda80": GPUTarget("cuda", 80, 32),
@@ -53,6 +54,8 @@ class Usage:
         Atomic instructions on global memory in the kernel's own body, by kind: the fast path.
     cold_atomics : int
         Those in the functions that it calls.
+    races : list of str
+        Calls at which warps may race for shared memory (AMD: not looked for).
     """
 
     registers: int
@@ -62,6 +65,7 @@ class Usage:
     shared_bytes: int
     atomics: dict[str, int]
     cold_atomics: int
+    races: list[str]
 
 
 def compile_case(case: Case, target: str) -> CompiledKernel:
@@ -103,10 +107,6 @@ def usage(case: Case, target: str) -> Usage:
 
 # CUDA
 
-# A declaration has no body and ends with a semicolon.
-PTX_FUNCTION = re.compile(
-    r"^(?:\.visible |\.weak )?\.(?P<kind>func|entry)\b[^;{]*^\{(?P<body>.*?)^\}", re.M | re.S
-)
 PTX_ATOMIC = re.compile(r"\b(?:atom|red)\.(?!shared)\S*?\.(add|and|cas|exch|max|min|or|xor)\b")
 
 
@@ -134,6 +134,7 @@ def read_cuda(ptx: str, cubin: bytes, shared: int) -> Usage:
         shared_bytes=shared,
         atomics=dict(sorted(hot.items())),
         cold_atomics=sum(cold.values()),
+        races=races(ptx),
     )
 
 
@@ -195,4 +196,5 @@ def read_amdgcn(assembly: str, kernel: str, shared: int) -> Usage:
         shared_bytes=shared,
         atomics=dict(sorted(hot.items())),
         cold_atomics=sum(cold.values()),
+        races=[],
     )

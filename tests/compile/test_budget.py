@@ -64,6 +64,11 @@ def test_no_spills_at_four_warps(measured: Measured, key: str) -> None:
     assert (row.get("spill_bytes"), row.get("cold_spill_bytes")) == (0, 0)
 
 
+@pytest.mark.parametrize("key", [key for key in KEYS if "@cuda" in key])
+def test_warps_do_not_race_for_shared_memory(measured: Measured, key: str) -> None:
+    assert measured[key].get("races") == []
+
+
 def test_budget_has_no_stale_lines() -> None:
     assert sorted(budget.load()) == sorted(KEYS)
 
