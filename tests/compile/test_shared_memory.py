@@ -1,30 +1,43 @@
-"""That the reading of PTX finds a race for shared memory where there is one."""
+"""That the reading of PTX finds a race for shared memory where there is one, and only there."""
 
 import pytest
 
-from tests.compile.shared_memory import functions_of, races
+from tests.compile.shared_memory import Effect, Reading, races
 
 READ = "ld.shared.b64 %rd1, [global_smem];"
 WRITE = "@%p1 st.shared.b64 [ %r1 + 0 ], %rd1;"
 BARRIER = "bar.sync \t0;"
 CALL = "{ // callseq 1, 0\n\t.param .b64 param0;\n\tcall.uni (retval0), inner, (param0);\n\t}"
+RETURN = "ret;"
+# Reads, or calls and returns: never both.
+EITHER = ["@%p1 bra \t$L__BB0_1;", "bra.uni \t$L__BB0_2;", "\n$L__BB0_1:", CALL, RETURN]
+EITHER += ["\n$L__BB0_2:", READ]
+# Reads at the end of each turn of a loop, and calls at its beginning.
+LOOP = ["\n$L__BB0_3:", CALL, READ, "@%p2 bra \t$L__BB0_3;"]
 
 
 def module(outer: list[str], inner: list[str]) -> str:
-    bodies = ["\n\t".join(lines) for lines in (inner, outer)]
+    bodies = ["\n\t".join([*lines, RETURN]) for lines in (inner, outer)]
     return (
         ".func  (.param .b32 func_retval0) inner\n(\n\t.param .b64 inner_param_0\n)\n;\n"
         ".func  (.param .b32 func_retval0) inner(\n\t.param .b64 inner_param_0\n)\n"
-        f"{{\n\t{bodies[0]}\n\tret;\n}}\n"
-        f".visible .entry outer(\n\t.param .u64 outer_param_0\n)\n{{\n\t{bodies[1]}\n\tret;\n}}\n"
+        f"{{\n\t{bodies[0]}\n}}\n"
+        f".visible .entry outer(\n\t.param .u64 outer_param_0\n)\n{{\n\t{bodies[1]}\n}}\n"
     )
 
 
-def test_functions_are_read() -> None:
-    assert functions_of(module([READ, BARRIER, CALL], [WRITE])) == {
-        "inner": [("write", "")],
-        "outer": [("read", ""), ("barrier", ""), ("call", "inner")],
-    }
+@pytest.mark.parametrize(
+    ("inner", "expected"),
+    [
+        ([], Effect(writes=False, passes=True, reads=False)),
+        ([READ, WRITE, BARRIER], Effect(writes=True, passes=False, reads=False)),
+        ([BARRIER, WRITE, BARRIER, READ], Effect(writes=False, passes=False, reads=True)),
+        (["@%p1 bra $L__BB0_1;", BARRIER, "\n$L__BB0_1:", WRITE], Effect(True, True, False)),
+        (["bra.uni $L__BB0_1;", WRITE, "\n$L__BB0_1:"], Effect(False, True, False)),
+    ],
+)
+def test_effects_of_calls(inner: list[str], expected: Effect) -> None:
+    assert Reading(module([CALL], inner)).effect("inner") == expected
 
 
 @pytest.mark.parametrize(
@@ -35,10 +48,14 @@ def test_functions_are_read() -> None:
         ([WRITE, BARRIER, READ, CALL], [BARRIER, WRITE], []),
         ([WRITE, BARRIER, READ, BARRIER, CALL], [WRITE], []),
         ([CALL, WRITE], [WRITE, BARRIER, READ], ["outer <- inner"]),
-        ([CALL, CALL], [WRITE, BARRIER, READ], ["outer <- inner", "outer -> inner"]),
+        ([CALL, CALL], [WRITE, BARRIER, READ], ["outer <- inner"]),
         ([CALL, BARRIER, WRITE], [WRITE, BARRIER, READ], []),
         ([CALL, WRITE], [READ, BARRIER], []),
+        ([READ, *EITHER], [WRITE], ["outer -> inner"]),
+        ([*EITHER, WRITE], [WRITE, BARRIER, READ], []),
+        (LOOP, [WRITE, BARRIER], ["outer -> inner"]),
+        ([*LOOP[:-1], BARRIER, LOOP[-1]], [WRITE, BARRIER], []),
     ],
 )
 def test_races_are_found(outer: list[str], inner: list[str], expected: list[str]) -> None:
-    assert sorted(races(module(outer, inner))) == sorted(expected)
+    assert races(module(outer, inner)) == expected
