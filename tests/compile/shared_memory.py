@@ -89,7 +89,8 @@ class Reading:
     def effect(self, name: str) -> Effect:
         """Follow every path of a function; note the races at its calls."""
         if name not in self._effects:
-            self._effects[name] = self._follow(name, self.functions.get(name, Function()))
+            # (Whose code is not there, nobody can follow: a KeyError.)
+            self._effects[name] = self._follow(name, self.functions[name])
         return self._effects[name]
 
     def _follow(self, name: str, function: Function) -> Effect:
@@ -97,7 +98,7 @@ class Reading:
         # whether there may have been no barrier yet.
         writes = passes = reads = False
         seen: dict[int, tuple[frozenset[str], bool]] = {}
-        work = [(0, frozenset[str](), True)] if function.steps else []
+        work = [(0, frozenset[str](), True)]
         while work:
             at, readers, fresh = work.pop()
             known = seen.get(at)
