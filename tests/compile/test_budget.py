@@ -32,7 +32,7 @@ MAX_COMPILE_SECONDS = 3.0
 # around calls of cold functions; how much, the budget says.
 SPILL_NOTHING = {"free_scalar", "free_lanes", "usable_size_scalar", "usable_size_lanes", PROBE.name}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.compile, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
