@@ -2,7 +2,7 @@
 
 Importing this package needs no GPU, driver or CUDA library, and imports neither Triton nor the
 device code: those follow with the first use of `Heap`. Triton reads ``TRITON_INTERPRET`` when a
-kernel is decorated, so the variable may still be set between the two.
+kernel is decorated, its own ones when it is imported, so the variable is to be set before that.
 """
 
 from __future__ import annotations

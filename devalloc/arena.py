@@ -18,6 +18,7 @@ import torch
 from devalloc.arena_options import known_source, resolve_limit, resolve_source, sizes_of
 from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import InvalidArgument, OutOfMemory
+from devalloc.owner import Owner
 from devalloc.sizes import format_size, parse_size
 from devalloc.sources import Segment, SimulatedSource, Source
 from devalloc.tensors import Key, TensorStay
@@ -33,7 +34,7 @@ class TorchOutOfMemory(OutOfMemory, torch.OutOfMemoryError):
     """`OutOfMemory` for code that expects PyTorch's error."""
 
 
-class Block:
+class Block(Owner):
     """A piece of an arena's memory: ``address``, and ``nbytes`` that may be used.
 
     Made by `Arena.alloc`, given back by `Arena.free`.
@@ -50,7 +51,7 @@ class Block:
         return f"<devalloc.Block {format_size(self.nbytes)} at {self.address:#x}>"
 
 
-class Arena:
+class Arena(Owner):
     """Memory of one device, cached, for tensors, blocks and heaps.
 
     Parameters

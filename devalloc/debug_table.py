@@ -135,16 +135,15 @@ class DebugTable:
         self.base = base
         self._everything = everything
         self._entries = (table.MARKS.value + pages + 1) // 2 * 2
-        segment = Segment(source, (self._entries + pages * _CELLS * _ENTRY) * 8)
-        self._address = segment.address
-        self._words = segment.view().view(torch.int64)
+        self.segment = Segment(source, (self._entries + pages * _CELLS * _ENTRY) * 8)
+        self._words = self.segment.view().view(torch.int64)
 
     def attach(self, control: torch.Tensor) -> None:
         """Empty the table and write its place into a control block, on the current stream."""
         self._words.zero_()
         first = table.TABLE_WORD.value
-        words = [self._address, self._entries, int(self._everything)]
-        control[first : first + 3].copy_(torch.tensor(words, dtype=torch.int64))
+        words = [self.segment.address, self._entries, int(self._everything)]
+        control[first : first + 3].copy_(torch.tensor(words, dtype=torch.int64, device="cpu"))
 
     def now(self) -> int:
         ticks = torch.zeros(1, dtype=torch.int64, device=self._words.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from devalloc.errors import InvalidArgument
@@ -17,6 +18,14 @@ def on_device(device: torch.device) -> torch.cuda.device:
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
+def known_device(device: torch.device | str | int) -> torch.device:
+    """What PyTorch makes of it; InvalidArgument if it knows no such device."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"no such device: {device!r}") from error
+
+
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
     """The device that is meant, with its index.
 
@@ -25,28 +34,30 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     InvalidArgument
         If the kernels, compiled or interpreted, cannot run there.
     """
+    if isinstance(tl.sum, InterpretedFunction) != INTERPRETED:
+        raise InvalidArgument(
+            "TRITON_INTERPRET was changed after Triton was imported, and half of what kernels call "
+            "is interpreted, half compiled; set it before"
+        )
     if device is None:
         device = "cpu" if INTERPRETED else "cuda"
-    try:
-        wanted = torch.device(device)
-    except RuntimeError as error:
-        raise InvalidArgument(f"no such device: {device!r}") from error
+    wanted = known_device(device)
     if INTERPRETED:
         if wanted.type != "cpu":
             raise InvalidArgument(
                 f"under Triton's interpreter a heap lives on the CPU, not on {wanted}; unset "
-                "TRITON_INTERPRET before importing devalloc's kernels to use the GPU"
+                "TRITON_INTERPRET before Triton is imported to use the GPU"
             )
-        return wanted
+        return torch.device("cpu")
     if wanted.type != "cuda":
         raise InvalidArgument(
             f"a heap for compiled kernels lives on a CUDA device, not on {wanted}; to run on the "
-            "CPU set TRITON_INTERPRET=1 before the first use of devalloc.Heap"
+            "CPU set TRITON_INTERPRET=1 before Triton is imported"
         )
     if not torch.cuda.is_available():
         raise InvalidArgument(
-            "no CUDA device is available; to run on the CPU set TRITON_INTERPRET=1 before the "
-            "first use of devalloc.Heap"
+            "no CUDA device is available; to run on the CPU set TRITON_INTERPRET=1 before Triton "
+            "is imported"
         )
     index = torch.cuda.current_device() if wanted.index is None else wanted.index
     if index >= torch.cuda.device_count():

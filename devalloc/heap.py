@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
@@ -18,6 +19,7 @@ from devalloc.errors import (
     DoubleFree,
     InvalidArgument,
     InvalidFree,
+    InvalidFreeError,
     LeakWarning,
     OutOfMemory,
     Overflow,
@@ -26,7 +28,8 @@ from devalloc.errors import (
 from devalloc.heap_state import Geometry, Snapshot, State, Stats
 from devalloc.kernels import debug_upkeep, layout, upkeep
 from devalloc.leaks import LeakReport
-from devalloc.sizes import PAGE_BYTES, format_size, parse_size
+from devalloc.owner import Owner
+from devalloc.sizes import PAGE_BYTES, format_size, parse_size, sizes_of
 from devalloc.sources import CudaSource, HostSource, Segment, Source
 
 __all__ = ["Heap", "Snapshot", "Stats"]
@@ -45,7 +48,7 @@ _KINDS: tuple[tuple[type[DevallocError], str], ...] = (
 )
 
 
-class Heap:
+class Heap(Owner):
     """Device memory that kernels subdivide with ``malloc`` and ``free``.
 
     Parameters
@@ -61,12 +64,13 @@ class Heap:
     debug : bool or "full"
         Find overflows, uses after free, double frees and leaks, and say whose block it was: see
         docs/debug.md. The first 64 bytes of a freed block are watched, with "full" all of them.
-        Takes memory for a quarter of the capacity more, and at least twice the memory per block.
+        Takes memory for a quarter of the capacity more, and blocks take up to twice theirs.
 
     Raises
     ------
     InvalidArgument
-        For a capacity under one page or over 512 GiB, or a device that cannot run the kernels.
+        For a capacity under one page or over 512 GiB, a device that cannot run the kernels, or
+        what is no source.
     OutOfMemory
         If the source has not enough.
 
@@ -74,7 +78,9 @@ class Heap:
     -----
     Use it in a ``with`` block: at its end recorded errors are raised and the heap is closed.
     Making a heap does not synchronise beyond what the source does. Methods that read the heap
-    (`check`, `stats`, `audit`, `snapshot`, `reset`) wait for the device first.
+    (`check`, `faults`, `stats`, `audit`, `snapshot`, `reset`) wait for the device first. A heap
+    that is dropped without `close` goes when its last handle and tensor do. It belongs to one
+    process, and can be neither copied nor pickled.
     """
 
     def __init__(
@@ -98,18 +104,24 @@ class Heap:
         self.device = resolve_device(device)
         if source is None:
             source = HostSource() if self.device.type == "cpu" else CudaSource(self.device)
+        elif not callable(getattr(source, "allocate", None)):
+            raise InvalidArgument(
+                f"{source!r} is no source: pass an object, such as devalloc.sources.HostSource()"
+            )
         self._geometry = Geometry.of(pages)
         self._failures_before = 0
         # (The first block of a debug heap has a guard in front of it, too.)
         front = PAGE_BYTES if debug else 0
         data = Segment(source, front + pages * PAGE_BYTES, alignment=PAGE_BYTES)
-        control = Segment(source, self._geometry.words * 8)
-        self._data: Segment | None = data
-        self._handle = control.view().view(torch.int64)
         self.capacity = pages * PAGE_BYTES
         self.base = data.address + front
         self._tags = Tags()
         self._debug = DebugTable(source, pages, self.base, debug == "full") if debug else None
+        self._tables = () if self._debug is None else (self._debug.segment,)
+        # Kernels that have the handle reach everything else.
+        self._control = Segment(source, self._geometry.words * 8, keeps=(data, *self._tables))
+        self._data: Segment | None = data
+        self._handle = self._control.view().view(torch.int64)
         self._initialise()
 
     def _initialise(self) -> None:
@@ -145,10 +157,11 @@ class Heap:
         return self._data is None
 
     def close(self) -> None:
-        """Give the memory back (once no tensor made by `tensor` or `handle` refers to it).
+        """Give the memory back (once no tensor made by `tensor` refers to it).
 
         Waits for the device. Closing twice is harmless. A debug heap with live blocks gives a
-        `LeakWarning` with its leak report.
+        `LeakWarning` with its leak report. For a kernel that is launched later with a `handle`
+        from before, malloc gives 0 and every free is a wrong one.
         """
         self._close(warn=True)
 
@@ -156,9 +169,14 @@ class Heap:
         if self._data is not None:
             self._synchronise()
             leaks = self.leaks() if warn and self._debug is not None else None
+            heap_state.retire(self._handle)
+            self._synchronise()
+            self._control.keeps = self._tables
+            self._tables = ()
             self._data = None
             self._debug = None
-            self._handle = torch.empty(0, dtype=torch.int64)
+            self._handle = torch.empty(0, dtype=torch.int64, device="cpu")
+            del self._control
             if leaks:
                 warnings.warn(f"{self!r}, with live blocks:\n{leaks}", LeakWarning, stacklevel=3)
 
@@ -174,11 +192,22 @@ class Heap:
     ) -> None:
         done = False
         try:
-            if kind is None and not self.closed:
-                self.check()
+            if not self.closed:
+                self._check_at_end(error)
             done = kind is None
         finally:
             self._close(warn=done)
+
+    def _check_at_end(self, error: BaseException | None) -> None:
+        """`check`; if there is an ``error`` already, say there what was recorded, which may be
+        why."""
+        try:
+            self.check()
+        except DevallocError as recorded:
+            if error is None:
+                raise
+            if sys.version_info >= (3, 11):
+                error.add_note(f"Before that {self!r} had recorded: {recorded}")
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"on {self.device}"
@@ -207,31 +236,37 @@ class Heap:
         """
         self._require_open()
         self._synchronise()
-        end = layout.RECORDS.value + 4 * layout.MAX_RECORDS.value
-        table = self._handle[:end].tolist()
-        counts = table[layout.ERRORS.value : layout.ERRORS.value + len(_KINDS)]
+        first = layout.ERRORS.value
+        counts = self._handle[first : first + len(_KINDS)].tolist()
         if not any(counts):
             return
         message = ", ".join(
             f"{count} x {name}" for count, (_, name) in zip(counts, _KINDS, strict=True) if count
         )
-        faults = self.faults()
-        if faults:
-            error, details = faults[0].kind, faults[0].message
-        else:
-            kind, address, size, program = table[layout.RECORDS.value : layout.RECORDS.value + 4]
-            error = _KINDS[kind][0]
-            details = self._describe_record(kind, address, size, program)
+        fault = self.faults()[0]
+        details = fault.message
+        if fault.kind is OutOfMemory and fault.size <= self.capacity:
+            details += f"; now {heap_state.describe(self.stats())}; make the heap larger"
         self.clear_errors()
-        raise error(f"{details}. Recorded by kernels since the last check: {message}")
+        raise fault.kind(f"{details}. Recorded by kernels since the last check: {message}")
 
     def faults(self) -> list[Fault]:
-        """What a debug heap has recorded since the last `check`: the first 32 overflows, uses after
-        free and wrong frees. Empty for other heaps. Changes nothing; waits for the device."""
+        """What kernels have recorded since the last `check`: the first 16 errors; of a debug heap
+        the first 32 overflows, uses after free and wrong frees, and then the other errors among
+        the first 16. Changes nothing; waits for the device."""
         self._require_open()
         self._synchronise()
-        with on_device(self.device):
-            return [] if self._debug is None else self._debug.faults(self._tags)
+        first = layout.RECORD_COUNT.value
+        end = layout.RECORDS.value + 4 * layout.MAX_RECORDS.value
+        count, *words = self._handle[first:end].tolist()
+        words = words[layout.RECORDS.value - first - 1 :]
+        recorded = range(0, 4 * min(count, layout.MAX_RECORDS.value), 4)
+        faults = [self._fault(*words[at : at + 4]) for at in recorded]
+        if self._debug is not None:
+            with on_device(self.device):
+                known = self._debug.faults(self._tags)
+            faults = known + [at for at in faults if not issubclass(at.kind, InvalidFreeError)]
+        return faults
 
     def leaks(self) -> LeakReport:
         """The live blocks of a debug heap, by tag, with sizes and ages. Waits for the device.
@@ -256,7 +291,13 @@ class Heap:
             raise InvalidArgument(f"the name of a tag is text, not {name!r}")
         return self._tags.number(name)
 
-    def _describe_record(self, kind: int, address: int, size: int, program: int) -> str:
+    def _fault(self, kind: int, address: int, size: int, program: int) -> Fault:
+        error = _KINDS[kind][0]
+        text = self._describe(error, address, size, program)
+        finder = "free" if issubclass(error, InvalidFreeError) else "malloc"
+        return Fault(error, address, 0, size, "", finder, program, text)
+
+    def _describe(self, error: type[DevallocError], address: int, size: int, program: int) -> str:
         where = f"in program {program}"
         offset = address - self.base
         place = (
@@ -264,7 +305,6 @@ class Heap:
             if 0 <= offset < self.capacity
             else "not an address of this heap"
         )
-        error = _KINDS[kind][0]
         if error is DoubleFree:
             return (
                 f"double free of {address:#x} ({place}) {where}: nothing lives there; it was "
@@ -279,8 +319,8 @@ class Heap:
             guards = "" if self._debug is None else " (with the guards of a debug heap)"
             text = f"malloc of {format_size(size)}{guards} failed {where}"
             if size > self.capacity:
-                return f"{text}: the whole heap has {format_size(self.capacity)}"
-            return f"{text}; now {heap_state.describe(self.stats())}; make the heap larger"
+                text += f": the whole heap has {format_size(self.capacity)}"
+            return text
         return f"malloc of {size} bytes {where}: a size cannot be negative"
 
     def clear_errors(self) -> None:
@@ -383,13 +423,20 @@ class Heap:
         Raises
         ------
         InvalidArgument
-            If nothing lives at ``addr`` or it is too small.
+            If nothing lives at ``addr`` or it is too small; for what is no address, shape or type.
         """
-        dims = (shape,) if isinstance(shape, int) else tuple(shape)
-        if any(size < 0 for size in dims):
-            raise InvalidArgument(f"a shape has no negative sizes: {dims}")
+        dims = sizes_of(shape)
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidArgument(f"{dtype!r} is no torch.dtype")
         nbytes = math.prod(dims) * dtype.itemsize
-        address = int(addr)
+        try:
+            address = operator.index(addr)
+        except TypeError:
+            raise InvalidArgument(f"an address is one integer, not {addr!r}") from None
+        if address == 0:
+            raise InvalidArgument(
+                "nothing is allocated at address 0: malloc gave no memory; Heap.check says why"
+            )
         usable = int(self.usable_size([address])[0])
         if usable == 0 or nbytes > usable:
             raise InvalidArgument(
@@ -427,8 +474,8 @@ class Heap:
         self._require_open()
         if not isinstance(values, torch.Tensor):
             try:
-                requests = torch.tensor([operator.index(value) for value in values])
-                return requests.to(self.device, torch.int64)
+                numbers = [operator.index(value) for value in values]
+                return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.device)
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 raise InvalidArgument(f"{name} must be 64-bit integers: {error}") from error
         if values.dtype != torch.int64 or values.device != self.device:

@@ -181,7 +181,7 @@ class Geometry:
 def initialise(control: torch.Tensor, geometry: Geometry, base: int) -> None:
     """Write the control block of an empty heap, on the current stream, without synchronising."""
     control.zero_()
-    header = torch.tensor(geometry.header(base), dtype=torch.int64)
+    header = torch.tensor(geometry.header(base), dtype=torch.int64, device="cpu")
     control[: len(header)].copy_(header)
     bits = control[geometry.page_bits : geometry.page_bits + geometry.chunks]
     bits.fill_(-1)
@@ -196,6 +196,13 @@ def initialise(control: torch.Tensor, geometry: Geometry, base: int) -> None:
     if rest:
         bits[-1] = (1 << rest) - 1
         rows[rest.bit_length() :, -1] = (1 << end) - 1
+
+
+def retire(control: torch.Tensor) -> None:
+    """Make a control block that of a heap in which nothing lives and nothing is free, on the
+    current stream: to kernels that have the handle still, malloc gives 0, and each free is wrong.
+    """
+    control[layout.ERRORS.value :].zero_()
 
 
 class State:

@@ -31,6 +31,7 @@ from devalloc.cache.store import Request
 from devalloc.cache.streamed_store import StreamedStore
 from devalloc.cache.streams import CudaStreams, HostStreams, Streams
 from devalloc.errors import DevallocError, InvalidArgument, OutOfMemory
+from devalloc.owner import Owner
 from devalloc.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def _as_int(nbytes: object) -> int:
         raise InvalidArgument(f"a size is an int, not {nbytes!r}") from None
 
 
-class Core:
+class Core(Owner):
     """What gives and takes addresses. `Cache` joins it with the parts for graphs and reports, which
     enter by `_entered` and know the store, and documents the options."""
 

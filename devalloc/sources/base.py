@@ -11,13 +11,13 @@ import dataclasses
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import torch
 
 from devalloc.errors import InvalidArgument, InvalidFree
+from devalloc.owner import Owner
 from devalloc.sizes import format_size
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Source(Protocol):
         ...
 
 
-class Ledger:
+class Ledger(Owner):
     """What a source has given out, so that a wrong free is refused and not passed on."""
 
     def __init__(self, name: str) -> None:
@@ -142,7 +142,7 @@ class Ledger:
             raise
 
 
-class Segment:
+class Segment(Owner):
     """One piece of memory from a source, given back when nothing refers to it any more.
 
     Tensors made by :meth:`view` refer to the segment, so memory that somebody can still reach is
@@ -155,6 +155,9 @@ class Segment:
         Size in bytes, at least 1.
     alignment : int
         A power of two; the segment's address is a multiple of it (more is taken if needed).
+    keeps : Segment, ...
+        Others that what is written here points to. They live as long as this one, or until
+        `keeps` is set anew.
 
     Raises
     ------
@@ -162,13 +165,18 @@ class Segment:
         If the source has not enough.
     """
 
-    def __init__(self, source: Source, nbytes: int, alignment: int = 256) -> None:
+    def __init__(
+        self, source: Source, nbytes: int, alignment: int = 256, keeps: tuple[Segment, ...] = ()
+    ) -> None:
         extra = alignment if alignment > source.granularity else 0
         raw = source.allocate(nbytes + extra)
         self.source = source
         self.nbytes = nbytes
         self.address = (raw + alignment - 1) // alignment * alignment
-        weakref.finalize(self, source.free, raw, nbytes + extra)
+        self.keeps = keeps
+        # (Not at exit: who is still running then may use the memory, and the process gives all
+        # of it back.)
+        weakref.finalize(self, source.free, raw, nbytes + extra).atexit = False
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
         """A uint8 tensor over ``nbytes`` bytes from ``offset`` on; no copy. Keeps the segment."""
@@ -176,4 +184,6 @@ class Segment:
             nbytes = self.nbytes - offset
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise IndexError(f"[{offset}, {offset + nbytes}) is not inside {self.nbytes} bytes")
-        return self.source.view(self, offset, nbytes)
+        # (No inference tensor, which nobody could write outside of that mode.)
+        with torch.inference_mode(False):
+            return self.source.view(self, offset, nbytes)

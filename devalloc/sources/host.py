@@ -32,7 +32,8 @@ class HostSource:
         """Map ``nbytes`` bytes; raises OutOfMemory."""
         self._out.check(nbytes)
         try:
-            memory = mmap.mmap(-1, nbytes)
+            # (Private: after a fork, parent and child must not write into each other's.)
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise OutOfMemory(
                 f"host memory: cannot map {format_size(nbytes)} ({error}); ask for less"
@@ -109,7 +110,7 @@ class PinnedSource:
 
 def _host_view(segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     buffer: Any = (ctypes.c_ubyte * nbytes).from_address(segment.address + offset)
     buffer.segment = segment  # the tensor keeps the buffer, the buffer the segment
     return torch.frombuffer(buffer, dtype=torch.uint8)

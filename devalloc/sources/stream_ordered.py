@@ -52,7 +52,7 @@ class AsyncSource:
             if status != runtime.cudaError_t.cudaSuccess:
                 runtime.cudaMemPoolDestroy(self._pool)
             cudart.check(status, "making the stream of a memory pool")
-        weakref.finalize(self, _destroy, device, self._pool, self._stream)
+        weakref.finalize(self, _destroy, device, self._pool, self._stream).atexit = False
 
     def __repr__(self) -> str:
         return f"AsyncSource({self.device})"
