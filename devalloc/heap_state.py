@@ -284,7 +284,7 @@ class State:
         """How many programs are in the middle of something; 0 at rest."""
         step = layout.TRANSIT_STRIDE.value
         end = layout.TRANSIT.value + layout.TRANSIT_STRIPES.value * step
-        return int((self.table[layout.TRANSIT.value : end : step] >> 44).sum())
+        return int((self.table[layout.TRANSIT.value : end : step] & ((1 << 20) - 1)).sum())
 
     def _shelved_counted(self) -> int:
         start, step = layout.TRANSIT.value + layout.SHELVED.value, layout.TRANSIT_STRIDE.value
@@ -373,7 +373,7 @@ class State:
             raise CorruptionError(
                 f"H2: {self.in_hand()} programs hold memory in hand: the heap is not at rest. "
                 "Wait for the kernels that use it; if none runs, one was killed inside malloc or "
-                "free"
+                "free, and only Heap.reset helps"
             )
         self._audit_pages()
         self._audit_slots()

@@ -20,14 +20,37 @@ from .payload import copy, fill_zero
 from .table import control_block, is_debug
 
 
+@triton.constexpr_function
+def is_handle(x):
+    """Whether an argument can be ``Heap.handle``."""
+    pointed = getattr(getattr(x, "dtype", None), "element_ty", None)
+    return pointed == tl.int64 or pointed == tl.uint64
+
+
+@triton.constexpr_function
+def is_integer(x):
+    """Whether an argument is a scalar or a block of integers, or a number."""
+    x = getattr(x, "value", x)  # of a constexpr
+    return isinstance(x, int) or (hasattr(x, "dtype") and x.dtype.is_int())
+
+
+@triton.constexpr_function
+def has_one_axis(x):
+    """Whether an argument is a scalar or a 1-D block."""
+    return len(getattr(x, "shape", ())) < 2
+
+
 @triton.jit
-def as_request(x, mask):
+def as_request(heap, x, mask):
     """``(values, active)``: int64 values in the shape of the request, scalar or 1-D block, and
     which lanes take part."""
+    tl.static_assert(is_handle(heap), "the heap of a kernel is Heap.handle, passed as an argument")
+    tl.static_assert(is_integer(x), "sizes and addresses are integers: cast with .to(tl.int64)")
+    tl.static_assert(has_one_axis(x), "requests are a scalar or a 1-D block: flatten it (tl.ravel)")
     if is_block(x):
         values = x.to(tl.int64)
     else:
-        values = tl.full((), 0, tl.int64) + x
+        values = (tl.full((), 0, tl.int64) + x).to(tl.int64)
     active = values == values
     if mask is not None:
         # (Not `active & mask`: the interpreter would keep that as integers.)
@@ -65,7 +88,7 @@ def malloc(heap, nbytes, mask=None, tag=0):
     a row for one request or for a block of equal requests. All programs of a heap may fail and
     retry independently; null is returned only if no memory of that shape is free.
     """
-    sizes, active = as_request(nbytes, mask)
+    sizes, active = as_request(heap, nbytes, mask)
     if is_debug(heap):
         addr = malloc_guarded(control_block(heap), sizes, active, tag, False)
     else:
@@ -81,7 +104,7 @@ def free(heap, addr, mask=None):
     An address that is not a live allocation changes nothing and is recorded: DoubleFree if it
     could have been one, InvalidFree if it could not. Two atomics in a row.
     """
-    addrs, active = as_request(addr, mask)
+    addrs, active = as_request(heap, addr, mask)
     if is_debug(heap):
         free_guarded(control_block(heap), addrs, active)
     else:
@@ -93,7 +116,7 @@ def usable_size(heap, addr, mask=None):
     """Bytes (int64) that may be used at ``addr``, at least what was asked for; 0 if nothing
     lives there. In a debug heap exactly what was asked for. Two atomics side by side; changes
     nothing."""
-    addrs, active = as_request(addr, mask)
+    addrs, active = as_request(heap, addr, mask)
     if is_debug(heap):
         size = usable_guarded(control_block(heap), addrs, active & (addrs != 0))
     else:
@@ -104,7 +127,7 @@ def usable_size(heap, addr, mask=None):
 @triton.jit
 def zeros(heap, nbytes, mask=None, tag=0):
     """:func:`malloc`, and the memory is zero."""
-    sizes, active = as_request(nbytes, mask)
+    sizes, active = as_request(heap, nbytes, mask)
     if is_debug(heap):
         addr = malloc_guarded(control_block(heap), sizes, active, tag, True)
     else:
@@ -122,8 +145,8 @@ def realloc(heap, addr, nbytes, mask=None, tag=None):
     the caller's. A wrong ``addr`` is recorded as by :func:`free`, and gives 0. A block keeps its
     ``tag`` unless another is given.
     """
-    old, _all = as_request(addr, mask)
-    sizes, active = as_request(nbytes + old * 0, mask)
+    old, _all = as_request(heap, addr, mask)
+    sizes, active = as_request(heap, nbytes + old * 0, mask)
     if is_debug(heap):
         new = realloc_guarded(control_block(heap), old + sizes * 0, sizes, active, tag)
     else:

@@ -10,7 +10,7 @@ a test fails the build otherwise.
 import triton
 import triton.language as tl
 
-from .target import has_ptx
+from .target import has_amdgcn, has_ptx
 
 
 @triton.jit
@@ -43,8 +43,18 @@ def fence(word):
     which costs next to nothing, and the tickets of blocks of several classes, which mostly are so
     narrow that a thread has one element.) The barriers carry the
     order between the threads of the program. ``word`` is any mutable word of the control block:
-    where there is no PTX an acq_rel atomic on it stands for the fence.
+    where there is no PTX an acq_rel atomic on it stands for the fence. One wave executes it, and
+    what that releases is what has arrived: so each waits for its own accesses first.
     """
+    if has_amdgcn():
+        tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0) lgkmcnt(0); v_mov_b32 $0, $1",
+            "=v,v",
+            [tl.full((), 0, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     tl.debug_barrier()
     if has_ptx():
         tl.inline_asm_elementwise(

@@ -373,8 +373,10 @@ def refill(heap, cls, stripe, need):
         # What is not renewed of it is dissolved, unless it is the old one, which may rest now.
         _page, kept = stripe_place(place)
         aside = tl.where((place != 0) & (spare == 0), 0, old)
+        # (Nothing of it may be a page behind the last, which has no number.)
         lost = pack_stripe(page + kept, batch - kept, kept * 0)
-        detach(heap, cls, tl.where((place == 0) & (spare == 0), 0, lost))
+        rests = (place == 0) & (spare == 0)
+        detach(heap, cls, tl.where(rests | (kept == batch), 0, lost))
         if (place == 0) & (need > 0) & (length == 0):
             place, ones, twos = draw(heap, cls, need, need * 0 + 2)
         if place == 0:

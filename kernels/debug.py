@@ -26,7 +26,7 @@ Progress
 import triton
 import triton.language as tl
 
-from .atomics import atomic_load, fence
+from .atomics import atomic_cas, atomic_load, fence
 from .guards import (
     any_bit,
     as_mask,
@@ -229,12 +229,17 @@ def free_guarded(heap, addr, active):
     poison_head(heap, addr, nbytes, mine)
     if watches_all(heap):
         poison_span(addr, nbytes * 0 + HEAD_WORDS, poisoned_words(heap, nbytes), mine)
-    wrong = active & (mine == 0)
+    report_wrong(heap, addr, word, active & (mine == 0))
+    free_any(heap, addr, mine)
+
+
+@triton.jit
+def report_wrong(heap, addr, word, wrong):
+    """Record of the ``wrong`` lanes that nothing lives at ``addr``, where the entry is ``word``."""
     while any_lane(wrong):
         lane = first_lane(wrong)
         report_not_live(heap, pick(addr, lane), pick(word, lane))
         wrong = wrong & (lane_index(wrong) != lane)
-    free_any(heap, addr, mine)
 
 
 @triton.jit(noinline=True)
@@ -254,9 +259,10 @@ def report_not_live(heap, addr, word):
 
 @triton.jit
 def live_entry(heap, addr, active):
-    """``(entry, word)`` at int64 addresses: the word is 0 where no block is live."""
+    """``(entry, word)`` at int64 addresses: the word is 0 where no block is live, and the entry
+    that of some block at addresses that are not the heap's."""
     inside, _page, granule = locate(heap, addr, active)
-    entry = entry_ptr(heap, addr)
+    entry = entry_ptr(heap, tl.where(inside, addr, load_base(heap)))
     word = atomic_load(entry, inside)
     return entry, tl.where((word & live_flag(granule)) != 0, word, 0)
 
@@ -287,15 +293,24 @@ def realloc_guarded(heap, addr, nbytes, active, tag):
     copy(addr, new, tl.where(got, tl.minimum(have, nbytes), 0))
     guard(heap, new, nbytes, owner, epoch, got, fresh == 0, got, True)
     if any_lane(stays):
-        shrink(heap, addr, nbytes, owner, word, entry, stays)
+        new = tl.where(shrink(heap, addr, nbytes, owner, word, entry, stays), addr, new)
     free_guarded(heap, addr, active & (got | (nbytes == 0) | (known == 0)))
-    return tl.where(stays, addr, new)
+    return new
 
 
 @triton.jit
 def shrink(heap, addr, nbytes, owner, word, entry, stays):
-    """Give live blocks of the active lanes another size, not larger, where they are."""
+    """Give live blocks of the active lanes another size, not larger, where they are. Returns which
+    of them it was. (Entries that are not ``word`` any more, as somebody freed the block meanwhile,
+    are wrong like a second free, and stay as they are.)
+
+    As in a free, whoever takes the live bit away has the block alone, until it is back."""
     _inside, page, granule = locate(heap, addr, stays)
+    dead = word & (live_flag(granule) ^ -1)
+    old = atomic_cas(entry, word, tl.where(stays, dead, word))
+    asked = stays
+    stays = stays & (old == word)
+    report_wrong(heap, addr, old, asked & (stays == 0))
     fence(heap + ERRORS)
     check_guards(heap, addr, entry_size(word), page, BY_REALLOC, stays)
     less = stays & (nbytes != entry_size(word))
@@ -305,3 +320,4 @@ def shrink(heap, addr, nbytes, owner, word, entry, stays):
         poison_span(addr, near_end(nbytes), end, less)
     tl.atomic_xchg(entry, pack_entry(nbytes, owner, granule), mask=stays, sem="relaxed")
     tl.debug_barrier()
+    return stays

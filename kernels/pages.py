@@ -8,8 +8,8 @@ Shared words and their writers
     adjacent free pages are merged by being adjacent bits, so nothing is ever split or coalesced.
     *Hints*: row k has a bit per chunk, set whenever the chunk has 2**k adjacent free pages. A
     hint may be set for no reason; it is never missing at rest.
-    *Transit*: (in-hand count << 44) + epoch. In hand: memory is taken only to be put back, or a
-    hint is being dropped. The epoch grows when memory was put back.
+    *Transit*: (epoch << 20) + in-hand count. In hand: memory is taken only to be put back, or a
+    hint is being dropped. The epoch grows when memory was put back, and wraps at the top.
 Linearisation
     take: the compare-and-swap (or the `and`, for one page) that clears the bits.
     give: the `or` that sets them. Failure: see `collect`.
@@ -60,7 +60,8 @@ from .layout import (
     program_index,
 )
 
-IN_HAND = tl.constexpr(1 << 44)
+IN_HAND = tl.constexpr(1)  # in a transit word
+EPOCH = tl.constexpr(1 << 20)
 FAR = tl.constexpr(1 << 30)
 
 
@@ -92,7 +93,8 @@ def begin_transit(heap):
 def has_begun(announced):
     """What :func:`begin_transit` returned, as flags of 64 lanes, all true: who looks at them waits
     for the announcement."""
-    return (announced >= 0) | (tl.arange(0, 64) != 0)
+    # (Never are so many in hand.)
+    return ((announced & (EPOCH >> 1)) == 0) | (tl.arange(0, 64) != 0)
 
 
 @triton.jit
@@ -106,24 +108,24 @@ def leave_transit(heap, put_back):
 def end_transit(heap, put_back):
     """:func:`leave_transit` without a fence, for callers that put nothing, or put it by atomics
     whose results they have looked at since."""
-    tl.atomic_add(transit_ptr(heap), put_back.to(tl.int64) - IN_HAND, sem="relaxed")
+    tl.atomic_add(transit_ptr(heap), put_back.to(tl.int64) * EPOCH - IN_HAND, sem="relaxed")
 
 
 @triton.jit
 def collect(heap):
     """The sum of all epochs, or -1 while anything is in hand.
 
-    Epochs only grow, so two equal sums with nothing in hand mean that between the two calls no
-    memory was put back or in transit, but by frees that have not returned (``shelf``): what a
-    search in between did not find was not there. That is the linearisation point of a failed
-    malloc.
+    Epochs only grow (what wraps, after 2**44 changes, does not come round to where it was between
+    two calls), so two equal sums with nothing in hand mean that between the two calls no memory was
+    put back or in transit, but by frees that have not returned (``shelf``): what a search in
+    between did not find was not there. That is the linearisation point of a failed malloc.
     """
     lane = tl.arange(0, TRANSIT_STRIPES)
     fence(heap + TRANSIT)
     words = atomic_load(heap + TRANSIT + lane * TRANSIT_STRIDE)
     fence(heap + TRANSIT)
-    in_hand = tl.sum(words >> 44, axis=0)
-    epochs = tl.sum(words & (IN_HAND - 1), axis=0)
+    in_hand = tl.sum(words & (EPOCH - 1), axis=0)
+    epochs = tl.sum(lsr(words, 20), axis=0)
     return tl.where(in_hand == 0, epochs, epochs * 0 - 1)
 
 

@@ -55,6 +55,7 @@ from .layout import (
     stripe_place,
 )
 from .pages import (
+    EPOCH,
     count_given,
     enter_transit,
     follow_peak,
@@ -159,7 +160,7 @@ def put_on_shelf(heap, page, length, use, announced):
         old = atomic_cas(place_ptr(heap, own_place(heap)), word & 0, word)
         done = tl.where(old == 0, 1, 2)
     if done == 1:
-        tl.atomic_add(transit_ptr(heap), (done * 0 + 1).to(tl.int64), sem="relaxed")
+        tl.atomic_add(transit_ptr(heap), (done * 0 + EPOCH).to(tl.int64), sem="relaxed")
     else:
         count_shelved(heap, -length)
         if done == 2:

@@ -14,6 +14,15 @@ def has_ptx():
 
 
 @triton.constexpr_function
+def has_amdgcn():
+    """Whether the code is being compiled for an AMD device of the CDNA family (gfx9)."""
+    if triton.knobs.runtime.interpret:
+        return False
+    target = tl.target_info.current_target()
+    return target is not None and target.backend == "hip" and target.arch.startswith("gfx9")
+
+
+@triton.constexpr_function
 def is_interpreted():
     return triton.knobs.runtime.interpret
 

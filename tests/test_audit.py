@@ -111,7 +111,7 @@ PLANTED: dict[str, tuple[str, Callable[[Damage], None]]] = {
     "nothing on the shelf, for some use": ("H4", lambda d: d.shelve(d.free[0], SLOT_CLASS, 0)),
     "more on the shelf than there is": ("H4", lambda d: d.shelve(PAGES - 1, SLOT_CLASS, 3)),
     "a run on the shelf that is in use": ("H4", lambda d: d.shelve(d.runs[0], FOR_RUN, 3)),
-    "something in hand": ("H2", lambda d: d.add(TRANSIT, 1 << 44)),
+    "something in hand": ("H2", lambda d: d.add(TRANSIT, 1)),
     "a hidden slab": ("H3", lambda d: d.flip(d.page(d.slabs[0]), 31)),
     "an empty slab": ("H3", empty_slab),
     "no hint for a slab": ("H3", lambda d: forget_hint(d, ORDERS + SLOT_CLASS)),

@@ -13,6 +13,8 @@ from devalloc import Heap
 from devalloc.heap_state import State
 from devalloc.kernels import batches, layout, pages
 from devalloc.sizes import CLASS_SIZES, PAGE_BYTES
+from devalloc.sources import HostSource
+from tests.conftest import ON_GPU
 from tests.support import DEVICE, assert_whole_capacity, free_lanes, malloc_lanes
 
 SIZE = 16384
@@ -21,6 +23,7 @@ SLOTS = PAGE_BYTES // SIZE
 PAGES = 4096  # 64 stripes, batches of up to 16 pages
 FIRST = 4  # pages of the first
 NEXT = 16
+LARGEST = 512 << 30
 TURN = SLOTS - 1  # requests at a time: whoever fills a page takes its own
 
 
@@ -370,3 +373,48 @@ def length_kernel(found, word, CLS: tl.constexpr, LIMIT: tl.constexpr, SHARE: tl
     zero = tl.program_id(0) * 0
     length = batches.next_length(zero + CLS, tl.load(word), zero + LIMIT, zero + SHARE)
     tl.store(found, length)
+
+
+class FarSource(HostSource):
+    """Memory of which most is never touched: the data are an address, the rest is mapped lazily."""
+
+    def allocate(self, nbytes: int, stream: int | None = None) -> int:
+        if nbytes > LARGEST // 2:
+            self._out.enter(1 << 44, nbytes)
+            return 1 << 44
+        return super().allocate(nbytes, stream)
+
+    def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        if address == 1 << 44:
+            with self._out.leaving(address, nbytes):
+                return
+        super().free(address, nbytes, stream)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the heap's memory is not there")
+def test_the_last_batch_of_the_largest_heap_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind it is the page with number 2**23, which is taken for page 0."""
+    zero = torch.Tensor.zero_
+    # (Four GiB that are zero already.)
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda at: at if at.numel() > 1 << 28 else zero(at))
+    with Heap(LARGEST, source=FarSource()) as heap:
+        g = heap._geometry
+        cls, length = len(CLASS_SIZES) - 1, layout.MAX_BATCH.value
+        stripe = layout.STRIPES.value + cls * g.stripes * layout.STRIPE_STRIDE.value
+        last = range(g.pages - length, g.pages)
+        heap.handle[stripe + layout.SPARE.value] = (last[0] << 32) + (length << 55)
+        attached = layout.SLAB.value + (cls << layout.CLASS_SHIFT.value) + layout.ATTACHED.value
+        heap.handle[g.page_words + last[0] : g.page_words + g.pages] = attached
+        heap.handle[g.page_bits + g.chunks - 1] = 0
+        heap.handle[layout.USED.value] = heap.handle[layout.HELD.value] = length
+        refill_at_once[(1,)](heap.handle, CLS=cls)
+        word = int(heap.handle[stripe])
+        assert (word >> 32 & ((1 << 23) - 1), word >> 55) == (last[0], length)
+        assert int(heap.handle[g.page_words]) == 0
+        assert held(heap) == length
+
+
+@triton.jit
+def refill_at_once(heap, CLS: tl.constexpr):
+    none = tl.program_id(0) * 0
+    batches.refill(heap, none + CLS, batches.own_stripe(heap, none + CLS), none)

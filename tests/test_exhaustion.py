@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from devalloc import Heap, OutOfMemory
+from devalloc.kernels import layout
 from devalloc.sizes import CLASS_SIZES, PAGE_BYTES
 from tests.support import (
     MIB,
@@ -171,6 +172,28 @@ def test_exhaustion_in_the_middle_of_a_block() -> None:
         assert int((addrs != 0).sum()) == 2
         heap.clear_errors()
         heap.free(addrs)
+        assert_whole_capacity(heap)
+
+
+@pytest.mark.parametrize("size", [64, PAGE_BYTES])
+def test_epochs_wrap(size: int) -> None:
+    """After 2**44 changes of a word they begin anew, and nothing is in hand for that."""
+    with Heap(16 * PAGE_BYTES) as heap:
+        epochs = heap.handle[layout.TRANSIT.value : layout.TRANSIT.value + 1]
+        epochs.fill_(-1 << 20)  # the last
+        addrs = malloc_scalars(heap, [size])
+        free_lanes(heap, addrs)
+        heap.trim()
+        assert int(epochs) >= 0
+        heap.audit()
+        epochs.fill_(-1 << 40)  # the sign is a bit like others
+        assert_whole_capacity(heap)
+        assert malloc_scalars(heap, [heap.capacity + 1]).tolist() == [0]
+        heap.clear_errors()
+        full = malloc_scalars(heap, [heap.capacity])
+        assert malloc_scalars(heap, [64]).tolist() == [0]
+        heap.clear_errors()
+        free_lanes(heap, full)
         assert_whole_capacity(heap)
 
 

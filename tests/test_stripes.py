@@ -7,7 +7,7 @@ import triton.language as tl
 
 from devalloc import Heap
 from devalloc.kernels import batches, layout, pages, slabs
-from devalloc.sizes import PAGE_BYTES
+from devalloc.sizes import CLASS_SIZES, PAGE_BYTES
 from tests.conftest import ON_GPU
 from tests.support import DEVICE, assert_whole_capacity, free_lanes, malloc_lanes
 
@@ -46,9 +46,9 @@ def drawing_word(credits: int) -> int:
     return batches.DRAWING.value + 1 + credits
 
 
-def stripe_word(heap: Heap) -> torch.Tensor:
+def stripe_word(heap: Heap, cls: int = CLASS) -> torch.Tensor:
     """The only stripe of the class in a small heap."""
-    index = layout.STRIPES.value + CLASS * layout.STRIPE_STRIDE.value
+    index = layout.STRIPES.value + cls * layout.STRIPE_STRIDE.value
     return heap.handle[index : index + 1]
 
 
@@ -126,6 +126,23 @@ def test_a_large_debt_is_brought_back_by_who_can_draw(lanes: int) -> None:
         word.fill_(drawing_word(-slabs.MAX_DEBT.value - 1))
         addrs = malloc_lanes(heap, [64] * lanes, block=lanes)
         assert set(addrs.tolist()) <= set(had[::4].tolist()), "drawn"
+        assert word.tolist() == [drawing_word(-1)]
+        heap.audit()
+        had[::4] = 0
+        free_lanes(heap, torch.cat([had, addrs]))
+        assert_whole_capacity(heap)
+
+
+def test_a_large_debt_is_brought_back_by_who_gets_pages_of_its_own() -> None:
+    """A block of several classes subtracts and, if it can fill pages, neither waits nor draws."""
+    with Heap(62 * PAGE_BYTES) as heap:
+        had = malloc_lanes(heap, [16384] * 160, block=256)
+        heap.trim()
+        free_lanes(heap, had[::4].clone())
+        word = stripe_word(heap, CLASS_SIZES.index(16384))
+        word.fill_(drawing_word(-slabs.MAX_DEBT.value - 1))
+        addrs = malloc_lanes(heap, [16384, 64] * 16, block=32)
+        assert (addrs != 0).all()
         assert word.tolist() == [drawing_word(-1)]
         heap.audit()
         had[::4] = 0

@@ -55,7 +55,8 @@ class Usage:
     cold_atomics : int
         Those in the functions that it calls.
     races : list of str
-        Calls at which warps may race for shared memory (AMD: not looked for).
+        Calls at which warps may race for shared memory; AMD: functions with a release for which
+        not every wave has waited.
     """
 
     registers: int
@@ -173,6 +174,11 @@ AMD_FUNCTION = re.compile(
     r"^(?P<name>[\w.$]+):\s*; @(?P=name)$(?P<body>.*?)^\.Lfunc_end\d+:", re.M | re.S
 )
 AMD_ATOMIC = re.compile(r"^\s+(?:buffer|flat|global)_atomic_([a-z]+)", re.M)
+AMD_STEP = re.compile(
+    r"^\s+(?:(?P<wait>s_waitcnt .*vmcnt\(0\))|(?P<barrier>s_barrier)|(?P<release>buffer_wbl2)"
+    r"|(?P<access>(?:buffer_(?!inv)|flat|global|scratch)_))",
+    re.M,
+)
 AMD_KIND = {"cmpswap": "cas", "swap": "exch", "smax": "max", "smin": "min"}
 
 
@@ -188,6 +194,13 @@ def read_amdgcn(assembly: str, kernel: str, shared: int) -> Usage:
         (value,) = re.findall(rf"^\s+\.{key}:\s+(\d+)$", assembly, re.M)
         return int(value)
 
+    several_waves = number("max_flat_workgroup_size") > 64
+    early = [
+        function["name"]
+        for function in AMD_FUNCTION.finditer(assembly)
+        if several_waves and releases_early(function["body"])
+    ]
+
     return Usage(
         registers=number("vgpr_count"),
         spill_bytes=number("vgpr_spill_count") + number("sgpr_spill_count"),
@@ -196,5 +209,21 @@ def read_amdgcn(assembly: str, kernel: str, shared: int) -> Usage:
         shared_bytes=shared,
         atomics=dict(sorted(hot.items())),
         cold_atomics=sum(cold.values()),
-        races=[],
+        races=early,
     )
+
+
+def releases_early(body: str) -> bool:
+    """Whether one wave writes back what others may still be storing: before the last barrier in
+    front of each release all have to wait for what they have under way. (Read line by line: wait
+    and barrier stand together.)"""
+    waited = met = False
+    for step in AMD_STEP.finditer(body):
+        if step["release"] and not met:
+            return True
+        if step["barrier"]:
+            met = met or waited
+        else:
+            waited = step["wait"] is not None
+            met = met and step["access"] is None
+    return False

@@ -64,8 +64,9 @@ def test_no_spills_at_four_warps(measured: Measured, key: str) -> None:
     assert (row.get("spill_bytes"), row.get("cold_spill_bytes")) == (0, 0)
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if "@cuda" in key])
-def test_warps_do_not_race_for_shared_memory(measured: Measured, key: str) -> None:
+@pytest.mark.parametrize("key", KEYS)
+def test_warps_do_not_race(measured: Measured, key: str) -> None:
+    """For shared memory at calls; on AMD, with the release of what they have stored."""
     assert measured[key].get("races") == []
 
 

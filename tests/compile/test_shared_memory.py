@@ -1,8 +1,10 @@
-"""That the reading of PTX finds a race for shared memory where there is one, and only there."""
+"""That the reading of PTX finds a race for shared memory where there is one, and only there; and
+that of AMD's assembly a release that is too early."""
 
 import pytest
 
 from tests.compile.shared_memory import Effect, Reading, races
+from tests.compile.targets import releases_early
 
 READ = "ld.shared.b64 %rd1, [global_smem];"
 WRITE = "@%p1 st.shared.b64 [ %r1 + 0 ], %rd1;"
@@ -59,3 +61,24 @@ def test_effects_of_calls(inner: list[str], expected: Effect) -> None:
 )
 def test_races_are_found(outer: list[str], inner: list[str], expected: list[str]) -> None:
     assert races(module(outer, inner)) == expected
+
+
+WAIT, MEET, RELEASE = "\ts_waitcnt vmcnt(0) lgkmcnt(0)", "\ts_barrier", "\tbuffer_wbl2 sc1"
+STORE, SCALAR_WAIT = "\tglobal_store_dwordx2 v[0:1], v[2:3], off", "\ts_waitcnt lgkmcnt(0)"
+
+
+@pytest.mark.parametrize(
+    ("lines", "early"),
+    [
+        ([STORE, WAIT, MEET, RELEASE], False),
+        ([STORE, WAIT, MEET, SCALAR_WAIT, MEET, "\tv_mov_b32 v0, 0", RELEASE], False),
+        ([STORE, MEET, RELEASE], True),
+        ([STORE, SCALAR_WAIT, MEET, RELEASE], True),
+        ([STORE, WAIT, RELEASE], True),
+        ([STORE, WAIT, MEET, STORE, RELEASE], True),
+        ([STORE, WAIT, MEET, RELEASE, WAIT, STORE, MEET, RELEASE], True),
+        ([STORE, MEET], False),
+    ],
+)
+def test_releases_for_which_not_all_waves_have_waited(lines: list[str], early: bool) -> None:
+    assert releases_early("\n".join(lines)) == early

@@ -11,25 +11,25 @@ from devalloc.kernels.payload import fill_zero
 
 @triton.jit
 def malloc(heap, nbytes, mask=None):
-    sizes, active = as_request(nbytes, mask)
+    sizes, active = as_request(heap, nbytes, mask)
     return malloc_any(heap, sizes, active)
 
 
 @triton.jit
 def free(heap, addr, mask=None):
-    addrs, active = as_request(addr, mask)
+    addrs, active = as_request(heap, addr, mask)
     free_any(heap, addrs, active)
 
 
 @triton.jit
 def usable_size(heap, addr, mask=None):
-    addrs, active = as_request(addr, mask)
+    addrs, active = as_request(heap, addr, mask)
     return usable_any(heap, addrs, active & (addrs != 0))
 
 
 @triton.jit
 def zeros(heap, nbytes, mask=None):
-    sizes, active = as_request(nbytes, mask)
+    sizes, active = as_request(heap, nbytes, mask)
     addr = malloc_any(heap, sizes, active)
     fill_zero(addr, tl.where(addr != 0, sizes, 0))
     return addr
@@ -37,8 +37,8 @@ def zeros(heap, nbytes, mask=None):
 
 @triton.jit
 def realloc(heap, addr, nbytes, mask=None):
-    old, _all = as_request(addr, mask)
-    sizes, active = as_request(nbytes + old * 0, mask)
+    old, _all = as_request(heap, addr, mask)
+    sizes, active = as_request(heap, nbytes + old * 0, mask)
     return realloc_any(heap, old + sizes * 0, sizes, active)
 
 
