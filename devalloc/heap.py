@@ -83,6 +83,7 @@ class Heap(Owner):
     process, and can be neither copied nor pickled.
     """
 
+    @torch.inference_mode(False)  # or the handle could not be written outside of it
     def __init__(
         self,
         capacity: int | str,
@@ -104,7 +105,7 @@ class Heap(Owner):
         self.device = resolve_device(device)
         if source is None:
             source = HostSource() if self.device.type == "cpu" else CudaSource(self.device)
-        elif not callable(getattr(source, "allocate", None)):
+        elif isinstance(source, type) or not callable(getattr(source, "allocate", None)):
             raise InvalidArgument(
                 f"{source!r} is no source: pass an object, such as devalloc.sources.HostSource()"
             )
@@ -412,6 +413,7 @@ class Heap(Owner):
         self._launch(upkeep.usable_size_kernel, addrs, sizes)
         return sizes
 
+    @torch.inference_mode(False)  # as nobody could write an inference tensor outside of it
     def tensor(
         self, addr: int | torch.Tensor, shape: int | Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:

@@ -11,13 +11,14 @@ import dataclasses
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from devalloc.errors import InvalidArgument, InvalidFree
 from devalloc.owner import Owner
 from devalloc.sizes import format_size
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +185,4 @@ class Segment(Owner):
             nbytes = self.nbytes - offset
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise IndexError(f"[{offset}, {offset + nbytes}) is not inside {self.nbytes} bytes")
-        # (No inference tensor, which nobody could write outside of that mode.)
-        with torch.inference_mode(False):
-            return self.source.view(self, offset, nbytes)
+        return self.source.view(self, offset, nbytes)
