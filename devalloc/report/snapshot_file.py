@@ -9,7 +9,7 @@ import numpy as np
 
 from devalloc.errors import InvalidArgument
 from devalloc.foreign import refusing
-from devalloc.heap_state import FREE, RUN, Snapshot
+from devalloc.heap_state import FREE, RUN, SLAB, Snapshot
 
 FORMAT = "devalloc heap snapshot 1"
 PAGE_TABLES = ("page_kind", "page_class", "page_live", "page_slots", "run_pages")
@@ -67,6 +67,8 @@ def checked_snapshot(fields: dict[str, np.ndarray]) -> Snapshot:
         raise ValueError("a page is neither free nor in a slab nor in a run")
     if classes.min() < -1 or classes.max() >= len(class_sizes):
         raise ValueError("a page has an unknown size class")
+    if classes[kinds == SLAB].min(initial=0) < 0:
+        raise ValueError("a page in a slab has no size class")
     return Snapshot(
         capacity=capacity,
         page_bytes=page_bytes,
