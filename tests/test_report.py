@@ -138,6 +138,8 @@ def test_files_that_are_no_snapshot(tmp_path: Path, mixed: Snapshot) -> None:
         ("page_slots", np.zeros(6)),
         ("page_kind", np.full(6, 3, dtype=np.uint8)),
         ("page_class", np.full(6, len(CLASS_SIZES), dtype=np.int16)),
+        ("page_class", np.full(6, -1, dtype=np.int16)),
+        ("capacity", np.inf),
     ],
 )
 def test_a_snapshot_that_contradicts_itself(
@@ -150,6 +152,29 @@ def test_a_snapshot_that_contradicts_itself(
     fields[name] = np.asarray(value)
     np.savez(path, **fields)
     with pytest.raises(InvalidArgument, match="not a heap snapshot"):
+        load_snapshot(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "at", "value", "reason"),
+    [
+        (b"PK\x03\x04", 60, b"\xff" * 40, "while decompressing"),
+        (b"PK\x01\x02", 8, b"\x01", "is encrypted"),
+        (b"PK\x01\x02", 8, b"\x40", "strong encryption"),
+        (b"PK\x01\x02", 10, b"\x63", "compression method"),
+    ],
+    ids=["data", "password", "strong", "method"],
+)
+def test_a_damaged_snapshot(
+    tmp_path: Path, mixed: Snapshot, part: bytes, at: int, value: bytes, reason: str
+) -> None:
+    """In the packed data, or in what the archive says of its first member."""
+    path = tmp_path / "file.npz"
+    save_snapshot(mixed, path)
+    data = path.read_bytes()
+    start = data.index(part) + at
+    path.write_bytes(data[:start] + value + data[start + len(value) :])
+    with pytest.raises(InvalidArgument, match=f"file.npz: not a heap snapshot: .*{reason}"):
         load_snapshot(path)
 
 

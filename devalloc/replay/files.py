@@ -13,17 +13,19 @@ import csv
 import gzip
 import io
 import json
-import zlib
+import operator
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
 from devalloc.errors import InvalidArgument
+from devalloc.foreign import refusing
 from devalloc.replay.pytorch import load_plain_pickle, snapshot_trace
 from devalloc.replay.trace import Event, Recorded, Trace, TraceBuilder
 
 MARK = "# devalloc trace 1"
 COLUMNS = "action,block,size,stream"
+REQUIRED = ("Action", "Pointer", "Size")  # of a log
 
 
 def load_trace(path: str | Path, device: int | None = None) -> Trace:
@@ -45,15 +47,11 @@ def load_trace(path: str | Path, device: int | None = None) -> Trace:
         It cannot be read.
     """
     path = Path(path)
-    try:
+    with refusing("damaged, or no trace", path):
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
         with gzip.open(path) if packed else path.open("rb") as file:
             return _plausible(_read_any(cast("IO[bytes]", file), path.name, device))
-    except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError, csv.Error) as error:
-        raise InvalidArgument(f"{path}: damaged, or no trace: {error}") from error
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{path}: {error}") from error
 
 
 def _read_any(file: IO[bytes], name: str, device: int | None) -> Trace:
@@ -73,7 +71,7 @@ def _plausible(trace: Trace) -> Trace:
     if trace.recorded is not None:
         most = max(most, *map(abs, trace.recorded.reserved()))
     if most >= 1 << 60:
-        raise InvalidArgument(f"{most} bytes at a time: no trace of a real program")
+        raise InvalidArgument("2**60 bytes or more at a time: no trace of a real program")
     return trace
 
 
@@ -87,7 +85,7 @@ def read_log(lines: Iterable[str], origin: dict[str, str] | None = None) -> Trac
     ``free failure`` takes back the free before it of the same thread and pointer.
     """
     rows = csv.DictReader(lines)
-    missing = {"Action", "Pointer", "Size"} - set(rows.fieldnames or ())
+    missing = set(REQUIRED) - set(rows.fieldnames or ())
     if missing:
         raise InvalidArgument(
             "neither a pickle, nor a compact trace, nor a CSV log with the columns Thread, Time, "
@@ -113,9 +111,12 @@ def _log_calls(rows: csv.DictReader[str], builder: TraceBuilder) -> list[tuple[s
         if action == "allocate failure":
             builder.note("failed allocations, left out")
             continue
+        cut = [name for name in REQUIRED if row[name] is None]
+        if cut:
+            raise InvalidArgument(f"line {rows.line_num}: the row ends before its {cut[0]}")
         try:
             address, size = _pointer(row["Pointer"]), int(row["Size"])
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             raise InvalidArgument(f"line {rows.line_num}: {error}") from error
         by = (row.get("Thread"), address)
         if action == "free failure":
@@ -178,15 +179,15 @@ def _rows(trace: Trace) -> Iterator[str]:
 def read_compact(file: IO[str]) -> Trace:
     """Read what `save_compact` wrote; raises InvalidArgument if it contradicts itself."""
     lines = iter(file)
-    try:
+    with refusing("damaged header"):
         next(lines)
         header = json.loads(next(lines))
         origin = {str(key): str(value) for key, value in header["origin"].items()}
         notes = tuple(str(note) for note in header["notes"])
-        live_at_start, start = int(header["live_at_start"]), header["reserved_at_start"]
+        live_at_start, start = operator.index(header["live_at_start"]), header["reserved_at_start"]
+        if start is not None:
+            start = operator.index(start)
         columns = next(lines).strip()
-    except (StopIteration, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidArgument(f"damaged header: {error!r}") from error
     if columns != COLUMNS:
         raise InvalidArgument(f"the columns are {columns!r}, not {COLUMNS!r}")
     events, changes = _read_rows(lines)
@@ -194,7 +195,7 @@ def read_compact(file: IO[str]) -> Trace:
         raise InvalidArgument(f"{live_at_start} blocks at the start, but {len(events)} events")
     recorded = None
     if start is not None:
-        recorded = Recorded(int(start), tuple(changes))
+        recorded = Recorded(start, tuple(changes))
         if recorded.peak_reserved != header.get("peak_reserved"):
             raise InvalidArgument("the recorded peak does not follow from the rows")
     return Trace(tuple(events), live_at_start, recorded, notes, origin)

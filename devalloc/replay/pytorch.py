@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from devalloc.errors import InvalidArgument
+from devalloc.foreign import refusing
 from devalloc.replay.trace import Trace, TraceBuilder
 
 GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -30,13 +31,8 @@ class PlainUnpickler(pickle.Unpickler):
 
 def load_plain_pickle(file: IO[bytes]) -> Any:
     """The plain data of a pickle; raises InvalidArgument for anything else."""
-    try:
+    with refusing("not a pickle of plain data"):
         return PlainUnpickler(file).load()
-    except OSError:
-        raise
-    except Exception as error:  # a damaged pickle can raise nearly anything
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise InvalidArgument(f"not a pickle of plain data: {reason}") from error
 
 
 def snapshot_trace(
@@ -62,7 +58,7 @@ def snapshot_trace(
     InvalidArgument
         If it is no such snapshot, has no events for the device, or a field is missing.
     """
-    try:
+    with refusing("not a memory snapshot of PyTorch"):
         traces, segments = snapshot["device_traces"], snapshot["segments"]
         if device is None:
             device = max(range(len(traces)), key=lambda index: len(traces[index]), default=0)
@@ -78,11 +74,6 @@ def snapshot_trace(
         for address, size, stream in _live_blocks(mine):
             builder.lives_at_end(address, size, stream)
         return builder.finish(sum(int(segment["total_size"]) for segment in mine), origin)
-    except InvalidArgument:
-        raise
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise InvalidArgument(f"not a memory snapshot of PyTorch: {what}") from error
 
 
 def _add_entries(builder: TraceBuilder, entries: list[dict[str, Any]]) -> None:

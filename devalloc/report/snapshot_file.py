@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import zipfile
 from pathlib import Path
 
 import numpy as np
 
 from devalloc.errors import InvalidArgument
-from devalloc.heap_state import FREE, RUN, Snapshot
+from devalloc.foreign import refusing
+from devalloc.heap_state import FREE, RUN, SLAB, Snapshot
 
 FORMAT = "devalloc heap snapshot 1"
 PAGE_TABLES = ("page_kind", "page_class", "page_live", "page_slots", "run_pages")
@@ -32,18 +32,22 @@ def load_snapshot(path: str | Path) -> Snapshot:
     """
     path = Path(path)
     try:
+        with refusing("not a heap snapshot", path):
+            return checked_snapshot(_arrays(path))
+    except OSError as error:
+        raise InvalidArgument(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    try:
         with np.load(path, allow_pickle=False) as file:
             if not isinstance(file, np.lib.npyio.NpzFile):
                 raise ValueError("it holds a single array")
-            fields = {name: file[name] for name in file.files}
-        return checked_snapshot(fields)
-    except OSError as error:
-        raise InvalidArgument(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        reason = str(error).partition("\n")[0]
-        if "pickle" in reason:
-            reason = "it is no .npz file of plain arrays"
-        raise InvalidArgument(f"{path} is not a heap snapshot: {reason}") from error
+            return {name: file[name] for name in file.files}
+    except ValueError as error:
+        if "pickle" in str(error):
+            raise ValueError("it is no .npz file of plain arrays") from error
+        raise
 
 
 def checked_snapshot(fields: dict[str, np.ndarray]) -> Snapshot:
@@ -63,6 +67,8 @@ def checked_snapshot(fields: dict[str, np.ndarray]) -> Snapshot:
         raise ValueError("a page is neither free nor in a slab nor in a run")
     if classes.min() < -1 or classes.max() >= len(class_sizes):
         raise ValueError("a page has an unknown size class")
+    if classes[kinds == SLAB].min(initial=0) < 0:
+        raise ValueError("a page in a slab has no size class")
     return Snapshot(
         capacity=capacity,
         page_bytes=page_bytes,

@@ -98,6 +98,7 @@ def test_what_cannot_be_replayed(tmp_path: Path, snapshot: Path) -> None:
     for data, reason in (
         (pickle.dumps(Path("x")), "only plain data is read"),
         (b"Some,columns\n", "there is no Action"),
+        (b"Action,Pointer,Size\nallocate,0x10,5\nallocate", "line 3: the row ends before its"),
     ):
         bad.write_bytes(data)
         code, text = run("replay", bad, "-o", plot)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import io
+import math
 import os
 import pickle
 from pathlib import Path
@@ -223,6 +224,9 @@ def test_reserved_bytes_that_do_not_add_up() -> None:
     assert trace.requested() == [1000, 0]
 
 
+BIG = 10**400
+
+
 def broken(**changes: Any) -> Any:
     recorder = TorchLike()
     recorder.alloc(1000)
@@ -248,6 +252,8 @@ def broken(**changes: Any) -> Any:
         broken(device_traces=[[{"action": "alloc", "addr": None, "size": 1, "stream": 0}]]),
         broken(device_traces=[[{"action": ["alloc"], "addr": 1, "size": 1, "stream": 0}]]),
         broken(device_traces=[[{"action": "alloc", "addr": "x", "size": 1, "stream": 0}]]),
+        broken(device_traces=[[{"action": "alloc", "addr": 1, "size": math.inf, "stream": 0}]]),
+        broken(device_traces=[[{"action": "free_completed", "addr": 1, "size": BIG, "stream": 0}]]),
     ],
 )
 def test_no_snapshots(snapshot: Any) -> None:
