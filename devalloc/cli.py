@@ -33,7 +33,7 @@ class SizeType(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
-            return parse_size(int(value) if str(value).isdecimal() else value)
+            return parse_size(value)
         except InvalidArgument as error:
             self.fail(str(error), param, ctx)
 
