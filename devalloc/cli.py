@@ -63,15 +63,29 @@ def choose_device(wanted: str | None) -> tuple[str | None, str]:
     -------
     device, description : str or None, str
         The device for `devalloc.Heap`, and words for people.
+
+    Raises
+    ------
+    InvalidArgument
+        If a device is wanted that is not there.
     """
     import torch
 
     if interpreting():
         return wanted, "Triton's interpreter on the CPU (TRITON_INTERPRET is set)"
-    if wanted == "cpu":
+    try:
+        kind = None if wanted is None else torch.device(wanted).type
+    except RuntimeError as error:
+        raise InvalidArgument(f"no such device: {wanted!r}") from error
+    if kind == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
         return wanted, "Triton's interpreter on the CPU (asked for)"
     if not torch.cuda.is_available():
+        if wanted is not None:
+            raise InvalidArgument(
+                f"there is no CUDA device, and so no {wanted}; --device cpu runs the demo in "
+                "Triton's interpreter"
+            )
         os.environ["TRITON_INTERPRET"] = "1"
         return wanted, "Triton's interpreter on the CPU (there is no CUDA device)"
     try:
