@@ -170,7 +170,10 @@ def demo(
 @click.option("-o", "--output", type=OUTPUT_FILE, required=True, help="PNG file to write.")
 @clean_errors
 def view(snapshots: tuple[Path, ...], output: Path) -> None:
-    """Draw saved snapshots of a heap, side by side."""
+    """Draw saved snapshots of a heap, side by side.
+
+    A program saves them with devalloc.report.save_snapshot(heap.snapshot(), "before.npz").
+    """
     require_folder(output)
     choose_device(None)
 

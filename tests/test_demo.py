@@ -19,7 +19,7 @@ from devalloc.demo.graph import Graph, make_graph
 from devalloc.demo.lists import AdjacencyLists
 from devalloc.demo.reference import expected_lists, first_difference
 from devalloc.demo.run import default_heap_bytes, run_demo
-from devalloc.report.snapshot_file import save_snapshot
+from devalloc.report import load_snapshot, save_snapshot
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -272,6 +272,7 @@ def test_demo_refuses_bad_input_in_one_line(tmp_path: Path, edge_list: Path) -> 
 def test_view_command(tmp_path: Path) -> None:
     with Heap("256KiB") as heap:
         save_snapshot(heap.snapshot(), tmp_path / "empty.npz")
+        assert load_snapshot(tmp_path / "empty.npz").capacity == heap.capacity
     output = tmp_path / "map.png"
     code, text = run("view", tmp_path / "empty.npz", tmp_path / "empty.npz", "-o", output)
     assert code == 0, text
@@ -281,6 +282,7 @@ def test_view_command(tmp_path: Path) -> None:
     assert code == 1
     assert "not a heap snapshot" in text
     assert run("view", tmp_path / "empty.npz")[0] == 2
+    assert "devalloc.report.save_snapshot(heap.snapshot()" in run("view", "--help")[1]
 
 
 def test_info_command() -> None:
