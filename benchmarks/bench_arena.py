@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
+from benchmarks.options import require_device
 from benchmarks.results import RESULTS, RowFile
 
 if TYPE_CHECKING:
@@ -99,14 +100,13 @@ def part_rows(device: torch.device, rounds: int, turns: int) -> Iterator[dict[st
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 def main(out: Path, only: tuple[str, ...], rounds: int, turns: int, device: str) -> None:
     """Measure arenas: training inside one, and tensors from one, beside PyTorch's allocator."""
+    require_device(device)
     # cuBLAS reads it when it starts; without it sums have no fixed order.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
     from benchmarks.harness import WrongResult, provenance
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise click.ClickException("there is no CUDA device; --device cpu runs a tiny version")
     place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     source = provenance(place, seed=0, heap_bytes=0)
     file = RowFile(out)

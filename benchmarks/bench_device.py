@@ -25,6 +25,7 @@ from rich.console import Console
 
 from benchmarks import rows as plan
 from benchmarks.child import Child
+from benchmarks.options import require_device
 from benchmarks.results import RESULTS, RowFile
 from benchmarks.rows import Row
 from benchmarks.worker import Job, failed_record
@@ -215,6 +216,7 @@ def main(
     device: str,
 ) -> None:
     """Measure the device heap; rows are written to a CSV file as they come."""
+    require_device(device)
     width = None
     if lanes or warps:
         width = (lanes or plan.WIDE[0], warps or plan.WIDE[1])

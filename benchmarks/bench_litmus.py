@@ -30,6 +30,7 @@ from rich.console import Console
 from benchmarks.child import Child
 from benchmarks.litmus import plan
 from benchmarks.litmus.plan import Job
+from benchmarks.options import Count, require_device
 from benchmarks.patches import patched_kernels
 from benchmarks.results import PROVENANCE, RESULTS, RowFile
 
@@ -143,7 +144,7 @@ def compile_ahead(jobs: list[Job], seconds: float = 300.0) -> None:
 
 
 @click.command("litmus")
-@click.option("--blocks", type=float, default=1e8, show_default=True,
+@click.option("--blocks", type=Count(), default="1e8", show_default=True,
               help="Hand-overs across multiprocessors, and instances of a shape.")  # fmt: skip
 @click.option("--weakened/--no-weakened", default=True, help="Also code that lacks order.")
 @click.option("--seed", type=click.IntRange(0, 1 << 30), default=1, show_default=True)
@@ -153,7 +154,7 @@ def compile_ahead(jobs: list[Job], seconds: float = 300.0) -> None:
 @click.option("--compile-ahead", "ahead", is_flag=True, help="All tests at once, first.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 def main(
-    blocks: float,
+    blocks: int,
     weakened: bool,
     seed: int,
     out: Path,
@@ -163,7 +164,8 @@ def main(
     device: str,
 ) -> None:
     """Litmus tests of memory order: hand-overs of blocks, and shapes, weakened ones beside."""
-    job = Job(plan.HANDOVERS, plan.SHAPES, int(blocks), seed, device)
+    require_device(device)
+    job = Job(plan.HANDOVERS, plan.SHAPES, blocks, seed, device)
     if device == "cpu":
         job = plan.tiny(job)
     table = Table(RowFile(out, COLUMNS), budget)

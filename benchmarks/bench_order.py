@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import click
 import rich
 
+from benchmarks.options import require_device
 from benchmarks.results import RESULTS, RowFile
 
 if TYPE_CHECKING:
@@ -133,12 +134,11 @@ def main(out: Path, turns: int, rounds: int, device: str) -> None:
     """Measure what order between memory accesses costs: atomics, fences, round trips."""
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
+    require_device(device)
     import torch
 
     from benchmarks.harness import WrongResult, provenance
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise click.ClickException("there is no CUDA device; --device cpu runs the interpreter")
     place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     source = provenance(place, seed=0, heap_bytes=0)
     file = RowFile(out)

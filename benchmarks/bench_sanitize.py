@@ -37,6 +37,7 @@ import click
 import rich
 
 from benchmarks.litmus import plan as litmus
+from benchmarks.options import Count
 from benchmarks.results import ROOT
 from benchmarks.stress import plan as stress
 
@@ -122,10 +123,12 @@ def _inherited() -> list[str]:
 
 @click.command("sanitize")
 @click.option("--tool", "checks", type=click.Choice(TOOLS), multiple=True, default=TOOLS)
-@click.option("--operations", type=float, default=2e5, show_default=True, help="Of the stress run.")
+@click.option(
+    "--operations", type=Count(), default="2e5", show_default=True, help="Of the stress run."
+)
 @click.option("--seed", type=click.IntRange(0, 1 << 30), default=1, show_default=True)
 @click.option("--timeout", type=float, default=180.0, show_default=True, help="Seconds a run.")
-def main(checks: tuple[str, ...], operations: float, seed: int, timeout: float) -> None:
+def main(checks: tuple[str, ...], operations: int, seed: int, timeout: float) -> None:
     """Run the heap under compute-sanitizer: memcheck, racecheck, synccheck."""
     tool = find_tool()
     if tool is None:
@@ -136,7 +139,7 @@ def main(checks: tuple[str, ...], operations: float, seed: int, timeout: float) 
         sys.exit(MISSING)
     rich.print(f"{tool}")
     jobs = {
-        "benchmarks.stress.worker": stress_job(int(operations), seed, "cuda").to_dict(),
+        "benchmarks.stress.worker": stress_job(operations, seed, "cuda").to_dict(),
         "benchmarks.litmus.worker": litmus_job(seed, "cuda").to_dict(),
     }
     problems = []

@@ -28,6 +28,7 @@ import rich
 from rich.console import Console
 
 from benchmarks.child import Child
+from benchmarks.options import Count, require_device
 from benchmarks.results import PROVENANCE, RESULTS, RowFile
 from benchmarks.stress import plan
 from benchmarks.stress.plan import Job
@@ -168,7 +169,7 @@ def compile_ahead(job: Job, jobs: int, seconds: float = 300.0) -> None:
 
 
 @click.command("stress")
-@click.option("--operations", type=float, default=1e9, show_default=True, help="In all, about.")
+@click.option("--operations", type=Count(), default="1e9", show_default=True, help="In all, about.")
 @click.option("--seed", type=click.IntRange(0, (1 << 31) - 1), default=1, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default=FOLDER, help="Folder of results.")
 @click.option("--budget", type=float, default=540.0, show_default=True, help="Seconds in all.")
@@ -182,7 +183,7 @@ def compile_ahead(job: Job, jobs: int, seconds: float = 300.0) -> None:
               help="Folder with other device code, such as a copy with a bug in it.")  # fmt: skip
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 def main(
-    operations: float,
+    operations: int,
     seed: int,
     out: Path,
     budget: float,
@@ -195,13 +196,14 @@ def main(
     device: str,
 ) -> None:
     """Stress the heap: every block tagged, exchanged, verified; every account settled."""
+    require_device(device)
     stages = plan.scaled(plan.STAGES, phase_seconds)
     if device == "cpu":
         stages = plan.tiny(stages)
     stages = plan.matching(stages, pattern)
     if not stages:
         raise click.BadParameter(f"no phase has {pattern!r} in its name")
-    job = Job(stages, int(operations), seed, device, plant, str(kernels) if kernels else None)
+    job = Job(stages, operations, seed, device, plant, str(kernels) if kernels else None)
     run = StressRun(job, RowFile(out, COLUMNS), phase_timeout, budget)
     if jobs and device == "cuda":
         started = time.monotonic()

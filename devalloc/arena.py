@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from devalloc.arena_options import known_source, resolve_limit, resolve_source, sizes_of
+from devalloc.arena_options import known_source, resolve_limit, resolve_source
 from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
-from devalloc.sizes import format_size, parse_size
+from devalloc.sizes import format_size, parse_size, sizes_of
 from devalloc.sources import Segment, SimulatedSource, Source
-from devalloc.tensors import Key, TensorStay
+from devalloc.tensors import Key, TensorStay, without_elements
 
 if TYPE_CHECKING:
     from devalloc.heap import Heap
@@ -227,14 +227,23 @@ class Arena(Owner):
         OutOfMemory
             Also a ``torch.OutOfMemoryError``.
         InvalidArgument
-            For a shape that is not of sizes of at least 0, a type or stream that is none, or a
-            closed arena.
+            For a shape that is not of sizes of at least 0, or of too large ones, a type or stream
+            that is none, a quantised type, or a closed arena.
         """
-        dims = (shape,) if isinstance(shape, int) else tuple(shape)
+        if isinstance(shape, int):
+            dims: tuple[int, ...] = (shape,)
+        else:
+            try:
+                dims = tuple(shape)
+            except TypeError:
+                dims = sizes_of(shape)
         if dtype is None:
             dtype = torch.get_default_dtype()
         key = dims, dtype, self._streams.current() if stream is None else stream
-        parked = self._parking.stacks.get(key)
+        try:
+            parked = self._parking.stacks.get(key)
+        except TypeError:
+            parked = None  # what cannot be looked up is refused below
         if parked and not self._parking.closed and type(math.prod(dims)) is int:
             try:
                 tensor: torch.Tensor = parked.pop().take()
@@ -254,7 +263,7 @@ class Arena(Owner):
             raise InvalidArgument(f"{dtype!r} is no torch.dtype")
         nbytes = math.prod(dims) * dtype.itemsize
         if nbytes == 0:
-            return torch.empty(dims, dtype=dtype, device=self.device)
+            return without_elements(dims, dtype, self.device)
         address = self._malloc(nbytes, stream)
         try:
             stay = TensorStay(self._cache, key, address, nbytes)

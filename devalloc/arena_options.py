@@ -1,10 +1,9 @@
-"""What a user may write for an arena, made definite: sources, limits, shapes."""
+"""What a user may write for an arena, made definite: sources and limits."""
 
 from __future__ import annotations
 
-import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -18,16 +17,8 @@ _SOURCES: dict[str, Callable[[torch.device], Source]] = {
     "host": lambda device: HostSource(),
 }
 
-
-def sizes_of(shape: Sequence[object]) -> tuple[int, ...]:
-    """A shape whose sizes are ints of other kinds, NumPy's for instance."""
-    try:
-        sizes = tuple(operator.index(size) for size in shape)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidArgument(f"a shape is made of ints, not {shape!r}") from None
-    if any(size < 0 for size in sizes):
-        raise InvalidArgument(f"a shape has no negative sizes: {sizes}")
-    return sizes
+_MEMORY = ("device", "granularity", "allocate", "free", "view")
+"""What an object must have to be asked for memory."""
 
 
 def known_source(name: str) -> None:
@@ -38,14 +29,16 @@ def known_source(name: str) -> None:
 
 def resolve_source(device: torch.device | str | int | None, source: str | Source | None) -> Source:
     """The source that is named, or given, on the device; InvalidArgument if it cannot be there."""
+    wanted = None if device is None else _known_device(device)
     if source is not None and not isinstance(source, str):
-        if device is not None and torch.device(device) != source.device:
+        if isinstance(source, type) or not all(hasattr(source, name) for name in _MEMORY):
+            raise InvalidArgument(
+                f"a source is one of {', '.join(_SOURCES)}, or an object with "
+                f"{', '.join(_MEMORY)}; not {source!r}"
+            )
+        if wanted is not None and wanted != source.device:
             raise InvalidArgument(f"the source is on {source.device}, not on {device}")
         return source
-    try:
-        wanted = None if device is None else torch.device(device)
-    except RuntimeError as error:
-        raise InvalidArgument(f"no such device: {device!r}") from error
     if source is None:
         cuda = torch.cuda.is_available() if wanted is None else wanted.type == "cuda"
         source = "cuda" if cuda else "host"
@@ -61,6 +54,13 @@ def resolve_source(device: torch.device | str | int | None, source: str | Source
     if index >= torch.cuda.device_count():
         raise InvalidArgument(f"no such device: {wanted}; there are {torch.cuda.device_count()}")
     return _SOURCES[source](torch.device("cuda", index))
+
+
+def _known_device(device: object) -> torch.device:
+    try:
+        return torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError) as error:  # of no device, no text, a huge index
+        raise InvalidArgument(f"no such device: {device!r}") from error
 
 
 def resolve_limit(limit: int | str | float | None, device: torch.device) -> int | None:

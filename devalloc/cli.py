@@ -33,7 +33,7 @@ class SizeType(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
-            return parse_size(int(value) if str(value).isdecimal() else value)
+            return parse_size(value)
         except InvalidArgument as error:
             self.fail(str(error), param, ctx)
 
@@ -63,15 +63,29 @@ def choose_device(wanted: str | None) -> tuple[str | None, str]:
     -------
     device, description : str or None, str
         The device for `devalloc.Heap`, and words for people.
+
+    Raises
+    ------
+    InvalidArgument
+        If a device is wanted that is not there.
     """
     import torch
 
     if interpreting():
         return wanted, "Triton's interpreter on the CPU (TRITON_INTERPRET is set)"
-    if wanted == "cpu":
+    try:
+        kind = None if wanted is None else torch.device(wanted).type
+    except RuntimeError as error:
+        raise InvalidArgument(f"no such device: {wanted!r}") from error
+    if kind == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
         return wanted, "Triton's interpreter on the CPU (asked for)"
     if not torch.cuda.is_available():
+        if wanted is not None:
+            raise InvalidArgument(
+                f"there is no CUDA device, and so no {wanted}; --device cpu runs the demo in "
+                "Triton's interpreter"
+            )
         os.environ["TRITON_INTERPRET"] = "1"
         return wanted, "Triton's interpreter on the CPU (there is no CUDA device)"
     try:
@@ -156,7 +170,10 @@ def demo(
 @click.option("-o", "--output", type=OUTPUT_FILE, required=True, help="PNG file to write.")
 @clean_errors
 def view(snapshots: tuple[Path, ...], output: Path) -> None:
-    """Draw saved snapshots of a heap, side by side."""
+    """Draw saved snapshots of a heap, side by side.
+
+    A program saves them with devalloc.report.save_snapshot(heap.snapshot(), "before.npz").
+    """
     require_folder(output)
     choose_device(None)
 

@@ -53,7 +53,7 @@ def parse_size(size: int | str) -> int:
         raise InvalidArgument(f"a size is an int or a string such as '64MiB', not {size!r}")
     if isinstance(size, int):
         if size < 0:
-            raise InvalidArgument(f"a size cannot be negative: {size} B")
+            raise InvalidArgument(f"a size cannot be negative: {format_size(size)}")
         return size
     match = _SIZE.fullmatch(size)
     unit = match and _UNITS.get(match[2].upper())
@@ -64,7 +64,11 @@ def parse_size(size: int | str) -> int:
         )
     whole, _, fraction = match[1].partition(".")
     scale = 10 ** len(fraction)
-    nbytes, rest = divmod(int(whole + fraction) * unit, scale)
+    try:
+        number = int(whole + fraction)
+    except ValueError:  # Python reads some thousand digits
+        raise InvalidArgument(f"a size of {len(whole + fraction)} digits is none") from None
+    nbytes, rest = divmod(number * unit, scale)
     if rest:
         raise InvalidArgument(f"{size!r} is not a whole number of bytes")
     return nbytes
@@ -90,6 +94,8 @@ def sizes_of(shape: object) -> tuple[int, ...]:
 
 def format_size(nbytes: int) -> str:
     """`nbytes` for people: ``"1.5 GiB"``, ``"640 B"``."""
+    if abs(nbytes) >= 1 << 128:  # beyond what a float, or a line, can hold
+        return f"about {'-' if nbytes < 0 else ''}2**{nbytes.bit_length()} B"
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:.4g} {unit}"

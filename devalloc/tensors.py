@@ -14,6 +14,7 @@ template, and not assumed of a version of PyTorch.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from devalloc.cache.parking import Stay
+from devalloc.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from devalloc.cache import Cache
@@ -37,9 +39,37 @@ Key = tuple[tuple[int, ...], torch.dtype, int]
 
 @cache
 def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor without elements. Not an inference tensor, which nobody could use outside."""
+    """A tensor without elements. Not an inference tensor, which nobody could use outside.
+
+    Raises InvalidArgument for types whose tensors cannot be laid over a storage: quantised ones.
+    """
     with torch.inference_mode(False):
-        return torch.empty(0, dtype=dtype, device=device)
+        try:
+            blank = torch.empty(0, dtype=dtype, device=device)
+            blank.data.set_(blank.untyped_storage(), 0, (0,))  # type: ignore[call-overload]
+        except RuntimeError as error:
+            raise InvalidArgument(f"an arena has no tensors of {dtype}") from error
+        return blank
+
+
+def without_elements(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor with a size of 0 in its shape, and without memory.
+
+    Raises InvalidArgument for types as above, and for other sizes that are too large: PyTorch
+    counts bytes in 64 bits on the way to 0.
+    """
+    _blank(dtype, device)
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except (RuntimeError, TypeError) as error:
+        if math.prod(size for size in shape if size) * dtype.itemsize < 1 << 63:
+            raise
+        raise InvalidArgument(
+            f"a size of about 2**{max(shape).bit_length()} is too large for the shape of a "
+            "tensor, also of one without elements"
+        ) from error
 
 
 class TensorStay(Stay):

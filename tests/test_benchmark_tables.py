@@ -261,6 +261,27 @@ def test_the_command_line_finds_the_benchmarks(name: str, text: str) -> None:
     assert text in done.output
 
 
+@pytest.mark.parametrize("name", ["arena", "device", "litmus", "order", "stress"])
+def test_a_benchmark_without_its_gpu_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = CliRunner().invoke(cli.main, ["bench", name])
+    assert (done.exit_code, done.output) == (
+        1,
+        "Error: there is no CUDA device; --device cpu runs without one\n",
+    )
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-5", "0", "many"])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("litmus", "--blocks"), ("sanitize", "--operations"), ("stress", "--operations")],
+)
+def test_counts_are_positive_numbers(name: str, option: str, value: str) -> None:
+    done = CliRunner().invoke(cli.main, ["bench", name, option, value])
+    assert done.exit_code == 2
+    assert f"'{value}' is not a number from 1 to 4.6e18" in done.output
+
+
 def test_an_installation_without_benchmarks_says_so(tmp_path: Path) -> None:
     with pytest.raises(DevallocError, match="clone the repository"):
         load_benchmark("bench_device", tmp_path)

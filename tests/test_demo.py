@@ -19,7 +19,7 @@ from devalloc.demo.graph import Graph, make_graph
 from devalloc.demo.lists import AdjacencyLists
 from devalloc.demo.reference import expected_lists, first_difference
 from devalloc.demo.run import default_heap_bytes, run_demo
-from devalloc.report.snapshot_file import save_snapshot
+from devalloc.report import load_snapshot, save_snapshot
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,6 +52,13 @@ def check_shape(lists: AdjacencyLists) -> None:
     live = [address for address in addresses if address]
     assert len(live) == len(set(live))
     assert lists.heap.stats().allocations - lists.heap.stats().frees == len(live)
+
+
+def as_a_user(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command in a fresh process, in which nothing has set TRITON_INTERPRET before."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "devalloc.cli", *(str(part) for part in arguments)]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("lanes", [128, 1024])
@@ -239,6 +246,7 @@ def test_demo_refuses_bad_input_in_one_line(tmp_path: Path, edge_list: Path) -> 
     for arguments, message in [
         (["--graph", broken], "broken.txt, line 2: expected two vertex ids, got '1 two'"),
         (["--graph", edge_list, "--heap", "1KiB"], "cannot hold one page"),
+        (["--graph", edge_list, "--heap", "0"], "a heap of 0 cannot hold one page"),
         (["--graph", edge_list, "--device", "toaster"], "toaster"),
     ]:
         code, text = run("demo", *arguments, *output)
@@ -254,6 +262,7 @@ def test_demo_refuses_bad_input_in_one_line(tmp_path: Path, edge_list: Path) -> 
         ["--graph", tmp_path / "nowhere"],
         ["--heap", "plenty"],
         ["--heap", "-5MiB"],
+        ["--heap", "9" * 5000],
         ["--batch", "0"],
         ["--seed", "x"],
     ):
@@ -263,6 +272,7 @@ def test_demo_refuses_bad_input_in_one_line(tmp_path: Path, edge_list: Path) -> 
 def test_view_command(tmp_path: Path) -> None:
     with Heap("256KiB") as heap:
         save_snapshot(heap.snapshot(), tmp_path / "empty.npz")
+        assert load_snapshot(tmp_path / "empty.npz").capacity == heap.capacity
     output = tmp_path / "map.png"
     code, text = run("view", tmp_path / "empty.npz", tmp_path / "empty.npz", "-o", output)
     assert code == 0, text
@@ -272,6 +282,7 @@ def test_view_command(tmp_path: Path) -> None:
     assert code == 1
     assert "not a heap snapshot" in text
     assert run("view", tmp_path / "empty.npz")[0] == 2
+    assert "devalloc.report.save_snapshot(heap.snapshot()" in run("view", "--help")[1]
 
 
 def test_info_command() -> None:
@@ -290,13 +301,25 @@ def test_info_command() -> None:
 def test_the_command_line_chooses_the_interpreter_by_itself(
     tmp_path: Path, edge_list: Path
 ) -> None:
-    """A fresh process, as a user starts it: nothing has set TRITON_INTERPRET before."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "devalloc.cli", "demo", "--graph", edge_list]
-    command += ["--device", "cpu", "--output", tmp_path / "map.png"]
-    done = subprocess.run(
-        [str(part) for part in command], cwd=ROOT, env=env, capture_output=True, text=True
-    )
+    output = tmp_path / "map.png"
+    done = as_a_user("demo", "--graph", edge_list, "--device", "cpu", "--output", output)
     assert done.returncode == 0, done.stderr
     assert "runs on: Triton's interpreter on the CPU (asked for)" in done.stdout
     assert "audit: H1 to H4 hold" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cuda", "Error: there is no CUDA device, and so no cuda; --device cpu"),
+        ("toaster", "Error: no such device: 'toaster'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_not_blamed_on_the_environment(
+    tmp_path: Path, device: str, message: str
+) -> None:
+    done = as_a_user("demo", "--device", device, "--output", tmp_path / "map.png")
+    assert done.returncode == 1
+    assert done.stderr.startswith(message)
+    assert "TRITON_INTERPRET" not in done.stderr

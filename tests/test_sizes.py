@@ -63,6 +63,18 @@ def test_nonsense_values(value: object) -> None:
         parse_size(value)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("text", ["9" * 5000, "0." + "9" * 5000 + "MiB"])
+def test_more_digits_than_python_reads(text: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"a size of 500[01] digits"):
+        parse_size(text)
+
+
+def test_sizes_that_cannot_be_printed() -> None:
+    assert format_size(10**5000) == "about 2**16610 B"
+    with pytest.raises(InvalidArgument, match=r"negative: about -2\*\*16610 B"):
+        parse_size(-(10**5000))
+
+
 def test_a_nonsense_size_is_quoted_with_a_remedy() -> None:
     with pytest.raises(InvalidArgument, match=r"'64 quux'.*MiB"):
         parse_size("64 quux")

@@ -32,7 +32,7 @@ from devalloc.cache.streamed_store import StreamedStore
 from devalloc.cache.streams import CudaStreams, HostStreams, Streams
 from devalloc.errors import DevallocError, InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
-from devalloc.sizes import parse_size
+from devalloc.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from devalloc.sources import Source
@@ -305,9 +305,9 @@ class Core(Owner):
 
     def _plan(self, nbytes: int) -> tuple[int, int]:
         if nbytes < 0:
-            raise InvalidArgument(f"a size cannot be negative: {nbytes} B")
+            raise InvalidArgument(f"a size cannot be negative: {format_size(nbytes)}")
         if nbytes >= 1 << 62:
-            raise InvalidArgument(f"a size of {nbytes} B is beyond every address space")
+            raise InvalidArgument(f"a size of {format_size(nbytes)} is beyond every address space")
         size = self.policy.round(nbytes)
         plan = size, self.policy.pool_of(size)
         if len(self._plans) >= _MAX_PLANS:

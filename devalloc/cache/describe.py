@@ -36,8 +36,9 @@ def failure(store: StreamedStore, request: Request) -> str:
     private = sum(at.size for at in store.segments.values() if at.pool.owner != (0, 0))
     cached = sums[FREE]
     limit = "no limit" if store.limit is None else f"a limit of {format_size(store.limit)}"
+    wanted = f"a segment of {format_size(request.segment)} was wanted, " if request.segment else ""
     parts = [
-        f"alloc of {format_size(request.nbytes)} on stream {request.stream} failed: "
+        f"alloc of {format_size(request.nbytes)} on stream {request.stream} failed: {wanted}"
         f"{format_size(store.reserved)} are reserved in {len(store.segments)} segments "
         f"({limit}), {format_size(sums[LIVE])} of them allocated, {format_size(cached)} free, "
         f"{format_size(sums[PENDING])} freed but in use by other streams; the largest free block "
@@ -57,19 +58,35 @@ def failure(store: StreamedStore, request: Request) -> str:
 
 def _remedy(store: StreamedStore, request: Request, sums: dict[int, int], elsewhere: int) -> str:
     steps = []
+    in_use = sums[LIVE] + sums[PENDING]
     if store.captures:
         steps.append("allocate before the capture, for nothing can be released during it")
     if store.limit is not None and request.size > store.limit:
         return "The request is larger than the limit: raise it"
-    if sums[FREE] >= request.size:
+    if in_use and sums[FREE] >= request.size:
         steps.append("free neighbouring blocks, or keep sizes apart by policy or arena")
     if elsewhere >= request.size:
         steps.append("set share_streams=True, or free on the stream that allocates")
+    never_fits = store.limit is not None and request.segment > store.limit
     if store.limit is not None:
-        steps.append(f"raise the limit of {format_size(store.limit)}")
-    steps.append("free something")
-    text = ", or ".join(steps)
+        least = f" to at least {format_size(request.segment)}" if never_fits else ""
+        steps.append(f"raise the limit of {format_size(store.limit)}{least}")
+    if never_fits:
+        steps.append("choose a policy or options with smaller segments")
+    if not never_fits or _could_serve(store, request):
+        if in_use or store.outside.reserved:
+            steps.append("free something")
+        elif store.reserved and store.privates:
+            steps.append("release a private pool")
+    # Without a limit it was the source that refused, and others have its memory.
+    text = ", or ".join(steps or ["ask for less, or free what others have of the source's memory"])
     return text[0].upper() + text[1:]
+
+
+def _could_serve(store: StreamedStore, request: Request) -> bool:
+    """Whether a segment that is there would be large enough if it were free."""
+    pool = request.home.pool
+    return any(at.pool is pool and at.size >= request.size for at in store.segments.values())
 
 
 def wrong_free(store: StreamedStore, address: object) -> DevallocError:

@@ -59,10 +59,12 @@ class Outside:
         self._moving[ticket] = nbytes
         try:
             if store.limit is not None and store.taken > store.limit:
+                others = store.taken - nbytes
+                remedy = ", or free something and call empty_cache()" if others else ""
                 raise OutOfMemory(
                     f"a segment of {format_size(nbytes)} does not fit into the limit of "
-                    f"{format_size(store.limit)}: {format_size(store.taken - nbytes)} are taken; "
-                    "raise the limit, or free something and call empty_cache()"
+                    f"{format_size(store.limit)}: {format_size(others)} are taken; raise the limit"
+                    + remedy
                 )
             address = store.source.allocate(nbytes)
             self._held[address] = nbytes

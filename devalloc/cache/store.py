@@ -31,10 +31,11 @@ class Request:
     """One allocation on its way: asked bytes, rounded bytes, pool, stream.
 
     ``freed_before``, if not None, is the time up to which frees are known to be done for this
-    caller, who does not work in the order of the owner's stream.
+    caller, who does not work in the order of the owner's stream. ``segment`` is the bytes of the
+    segment that was last wanted for it, 0 if none was.
     """
 
-    __slots__ = ("freed_before", "index", "nbytes", "pools", "size", "stream")
+    __slots__ = ("freed_before", "index", "nbytes", "pools", "segment", "size", "stream")
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Request:
         self.stream = stream
         self.pools = pools
         self.freed_before = freed_before
+        self.segment = 0
 
     @property
     def home(self) -> FreeList:
@@ -307,6 +309,7 @@ class Store:
         """
         self.failure = None
         self.asking = nbytes
+        request.segment = nbytes
         try:
             if self.limit is not None and self.taken > self.limit:
                 return None

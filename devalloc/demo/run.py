@@ -218,8 +218,9 @@ def run_demo(
         highlight=False,
         soft_wrap=True,
     )
+    capacity = default_heap_bytes(graph.edges) if heap_bytes is None else heap_bytes
     with (
-        Heap(heap_bytes or default_heap_bytes(graph.edges), device=device) as heap,
+        Heap(capacity, device=device) as heap,
         launching_on(heap.device),
         progress_bar() as progress,
     ):

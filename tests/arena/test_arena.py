@@ -18,6 +18,8 @@ from devalloc.sources import HostSource
 from tests.arena.support import MIB, NumberSource
 from tests.conftest import ON_GPU
 
+DTYPES = sorted({at for at in vars(torch).values() if isinstance(at, torch.dtype)}, key=str)
+
 
 @pytest.fixture
 def arena() -> Arena:
@@ -250,6 +252,18 @@ BAD: list[tuple[str, Callable[[Arena], object]]] = [
     ("heap without a page", lambda arena: arena.heap(10)),
     ("shape of floats", lambda arena: arena.empty((1.5, 2))),  # type: ignore[arg-type]
     ("shape of text", lambda arena: arena.empty("ab")),  # type: ignore[arg-type]
+    ("shape of a float", lambda arena: arena.empty(1.5)),  # type: ignore[arg-type]
+    ("no shape", lambda arena: arena.empty(None)),  # type: ignore[arg-type]
+    ("shape of a bool of NumPy's", lambda arena: arena.empty(numpy.bool_(True))),  # type: ignore[arg-type]
+    ("shape of shapes", lambda arena: arena.empty([[1]])),  # type: ignore[list-item]
+    ("size beyond PyTorch's", lambda arena: arena.empty(2**70)),
+    ("size beyond printing", lambda arena: arena.empty(10**5000)),
+    ("size beyond PyTorch's, of nothing", lambda arena: arena.empty((2**70, 0))),
+    ("nothing before a size beyond PyTorch's", lambda arena: arena.empty((0, 2**63))),
+    ("sizes beyond PyTorch's together", lambda arena: arena.empty((2**40, 2**40, 0))),
+    ("quantised", lambda arena: arena.empty(3, torch.quint8)),
+    ("quantised nothing", lambda arena: arena.empty(0, torch.quint4x2)),
+    ("dtype that cannot be looked up", lambda arena: arena.empty(3, [])),  # type: ignore[arg-type]
     ("no dtype", lambda arena: arena.empty(3, float)),  # type: ignore[arg-type]
     ("no stream", lambda arena: arena.empty(3, stream="s")),  # type: ignore[arg-type]
     ("no stream for a block", lambda arena: arena.alloc(3, stream=1.5)),  # type: ignore[arg-type]
@@ -293,6 +307,18 @@ def test_sizes_of_numpy_are_sizes(arena: Arena) -> None:
     assert first.shape == (3, 1)
     del first
     assert arena.empty((3, 1), torch.int8).shape == (3, 1)
+    assert arena.empty(numpy.int64(4), torch.int8).shape == (4,)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_type_is_served_or_refused(arena: Arena, dtype: torch.dtype) -> None:
+    for size in (3, 0):
+        if str(dtype).startswith("torch.q"):
+            with pytest.raises(InvalidArgument, match=str(dtype)):
+                arena.empty(size, dtype)
+        else:
+            assert arena.empty(size, dtype).dtype == dtype
+    assert live(arena) == 0
 
 
 @pytest.mark.gpu
@@ -315,7 +341,14 @@ def test_on_the_gpu_streams_and_tensors_of_another_device_are_refused() -> None:
         {"source": "host", "device": "cuda"},
         {"source": "cuda", "device": "cpu"},
         {"source": HostSource(), "device": "cuda:0"},
+        {"source": 3},
+        {"source": HostSource},
+        {"source": HostSource(), "device": "nonsense"},
+        {"source": HostSource(), "device": 10**30},
         {"device": "nonsense"},
+        {"device": 1.5},
+        {"device": []},
+        {"device": True},
         {"source": "host", "limit": 0.0},
         {"source": "host", "policy": BfcPolicy(growth=False)},
     ],

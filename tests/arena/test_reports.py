@@ -173,10 +173,11 @@ def test_running_out_says_how_much_where_and_what_to_do() -> None:
         engine.malloc(6 * MIB, stream=1)
     text = str(caught.value)
     for part in (
-        "alloc of 6 MiB on stream 1 failed", "20 MiB are reserved in 1 segments",
+        "alloc of 6 MiB on stream 1 failed: a segment of 20 MiB was wanted, ",
+        "20 MiB are reserved in 1 segments",
         "a limit of 24 MiB", "10 MiB of them allocated, 10 MiB free",
         "the largest free block that this request may take is 5 MiB", "fragmentation 50 %",
-        "keep sizes apart", "Free neighbouring blocks", "raise the limit of 24 MiB",
+        "keep sizes apart", "Free neighbouring blocks", "raise the limit of 24 MiB, or free some",
     ):  # fmt: skip
         assert part in text, (part, text)
     with pytest.raises(OutOfMemory, match="set share_streams=True"):
@@ -184,6 +185,62 @@ def test_running_out_says_how_much_where_and_what_to_do() -> None:
     with pytest.raises(OutOfMemory, match="larger than the limit: raise it"):
         engine.malloc(25 * MIB)
     assert not isinstance(caught.value, torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize("policy", ["torch", "tiny"])
+def test_a_segment_over_the_limit_is_named_and_nothing_is_to_be_freed(policy: str) -> None:
+    engine, source = cache(policy, limit=8 * MIB)
+    with pytest.raises(OutOfMemory) as caught:
+        engine.malloc(4 * MIB)
+    text = str(caught.value)
+    assert "failed: a segment of 20 MiB was wanted, 0 B are reserved" in text
+    assert text.endswith(
+        ". Raise the limit of 8 MiB to at least 20 MiB, or choose a policy or options with "
+        "smaller segments"
+    )
+    small = engine.malloc(KIB)
+    with pytest.raises(OutOfMemory) as caught:
+        engine.malloc(4 * MIB)
+    assert "free something" not in str(caught.value), "it would not help"
+    engine.free(small)
+    assert source.asked == [2 * MIB]
+
+
+def test_what_would_serve_is_to_be_freed_although_a_new_segment_never_fits() -> None:
+    engine, _ = cache("torch", limit=12 * MIB)
+    keep = engine.malloc(10 * MIB)
+    with pytest.raises(OutOfMemory, match=r"segment of 20 MiB was wanted.* or free something$"):
+        engine.malloc(4 * MIB)
+    engine.free(keep)
+    assert engine.malloc(4 * MIB) == keep
+
+
+def test_what_other_streams_still_use_is_something_to_free() -> None:
+    engine, _ = cache("torch", limit=30 * MIB, streams=FakeStreams())
+    address = engine.malloc(16 * MIB)
+    engine.record_stream(address, 7)
+    with engine.route(engine.private_pool(), capture=True):  # during which nothing is waited for
+        engine.free(address)
+        with pytest.raises(OutOfMemory, match=r"16 MiB freed but in use.* or free something$"):
+            engine.malloc(16 * MIB)
+
+
+def test_a_private_pool_is_to_be_released_where_nothing_can_be_freed() -> None:
+    engine, _ = cache("torch", limit=30 * MIB)
+    with engine.private_pool() as pool:
+        with engine.route(pool, capture=False):
+            engine.free(engine.malloc(16 * MIB))
+        with pytest.raises(OutOfMemory, match=r"limit of 30 MiB, or release a private pool$"):
+            engine.malloc(16 * MIB)
+    engine.free(engine.malloc(16 * MIB))
+
+
+def test_an_empty_cache_does_not_tell_to_free_something_of_it() -> None:
+    engine, _ = cache("torch", capacity=MIB)
+    with pytest.raises(OutOfMemory, match=r"\. Ask for less, or free what others have"):
+        engine.malloc(4 * MIB)
+    with pytest.raises(OutOfMemory, match=r"0 B are taken; raise the limit$"):
+        cache("torch", limit=MIB)[0].outside.allocate(2 * MIB)
 
 
 def test_the_sources_words_are_passed_on() -> None:
