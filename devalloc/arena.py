@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from devalloc.arena_options import known_source, resolve_limit, resolve_source
+from devalloc.arguments import sizes_of
 from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
-from devalloc.sizes import format_size, parse_size, sizes_of
+from devalloc.sizes import format_size, parse_size
 from devalloc.sources import Segment, SimulatedSource, Source
 from devalloc.tensors import Key, TensorStay, without_elements
 

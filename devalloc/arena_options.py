@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from devalloc.arguments import known_device
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import parse_size
 from devalloc.sources import AsyncSource, CudaSource, HostSource, Source
@@ -29,7 +30,7 @@ def known_source(name: str) -> None:
 
 def resolve_source(device: torch.device | str | int | None, source: str | Source | None) -> Source:
     """The source that is named, or given, on the device; InvalidArgument if it cannot be there."""
-    wanted = None if device is None else _known_device(device)
+    wanted = None if device is None else known_device(device)
     if source is not None and not isinstance(source, str):
         if isinstance(source, type) or not all(hasattr(source, name) for name in _MEMORY):
             raise InvalidArgument(
@@ -54,13 +55,6 @@ def resolve_source(device: torch.device | str | int | None, source: str | Source
     if index >= torch.cuda.device_count():
         raise InvalidArgument(f"no such device: {wanted}; there are {torch.cuda.device_count()}")
     return _SOURCES[source](torch.device("cuda", index))
-
-
-def _known_device(device: object) -> torch.device:
-    try:
-        return torch.device(device)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError, ValueError) as error:  # of no device, no text, a huge index
-        raise InvalidArgument(f"no such device: {device!r}") from error
 
 
 def resolve_limit(limit: int | str | float | None, device: torch.device) -> int | None:

@@ -6,6 +6,7 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from devalloc.arguments import known_device
 from devalloc.errors import InvalidArgument
 from devalloc.kernels import upkeep
 
@@ -16,14 +17,6 @@ INTERPRETED = isinstance(upkeep.malloc_kernel, InterpretedFunction)
 def on_device(device: torch.device) -> torch.cuda.device:
     """A context in which kernels are launched on ``device``; nothing changes for the CPU."""
     return torch.cuda.device(device if device.type == "cuda" else -1)
-
-
-def known_device(device: torch.device | str | int) -> torch.device:
-    """What PyTorch makes of it; InvalidArgument if it knows no such device."""
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidArgument(f"no such device: {device!r}") from error
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:

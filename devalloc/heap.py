@@ -12,6 +12,7 @@ from types import TracebackType
 import torch
 
 from devalloc import heap_state
+from devalloc.arguments import sizes_of
 from devalloc.debug_table import DebugTable, Fault, Tags
 from devalloc.devices import INTERPRETED, on_device, resolve_device
 from devalloc.errors import (
@@ -29,7 +30,7 @@ from devalloc.heap_state import Geometry, Snapshot, State, Stats
 from devalloc.kernels import debug_upkeep, layout, upkeep
 from devalloc.leaks import LeakReport
 from devalloc.owner import Owner
-from devalloc.sizes import PAGE_BYTES, format_size, parse_size, sizes_of
+from devalloc.sizes import PAGE_BYTES, format_size, parse_size
 from devalloc.sources import CudaSource, HostSource, Segment, Source
 
 __all__ = ["Heap", "Snapshot", "Stats"]

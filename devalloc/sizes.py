@@ -6,9 +6,7 @@ The table is made here by the rule; the device computes the same numbers by arit
 
 from __future__ import annotations
 
-import operator
 import re
-from typing import Any
 
 from devalloc.errors import InvalidArgument
 
@@ -72,24 +70,6 @@ def parse_size(size: int | str) -> int:
     if rest:
         raise InvalidArgument(f"{size!r} is not a whole number of bytes")
     return nbytes
-
-
-def sizes_of(shape: object) -> tuple[int, ...]:
-    """The sizes of a shape, which is one int or a sequence of them, also of NumPy's ints.
-
-    Raises
-    ------
-    InvalidArgument
-        For anything else, and for negative sizes.
-    """
-    dims: Any = (shape,) if hasattr(shape, "__index__") else shape
-    try:
-        sizes = tuple(operator.index(size) for size in dims)
-    except TypeError:
-        raise InvalidArgument(f"a shape is an int or a sequence of ints, not {shape!r}") from None
-    if any(size < 0 for size in sizes):
-        raise InvalidArgument(f"a shape has no negative sizes: {sizes}")
-    return sizes
 
 
 def format_size(nbytes: int) -> str:

@@ -1,0 +1,36 @@
+"""What a user may write for a shape or a device, made definite."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from devalloc.errors import InvalidArgument
+
+
+def sizes_of(shape: object) -> tuple[int, ...]:
+    """The sizes of a shape, which is one int or a sequence of them, also of NumPy's ints.
+
+    Raises
+    ------
+    InvalidArgument
+        For anything else, and for negative sizes.
+    """
+    dims: Any = (shape,) if hasattr(shape, "__index__") else shape
+    try:
+        sizes = tuple(operator.index(size) for size in dims)
+    except TypeError:
+        raise InvalidArgument(f"a shape is an int or a sequence of ints, not {shape!r}") from None
+    if any(size < 0 for size in sizes):
+        raise InvalidArgument(f"a shape has no negative sizes: {sizes}")
+    return sizes
+
+
+def known_device(device: Any) -> torch.device:
+    """What PyTorch makes of it; InvalidArgument if it knows no such device."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:  # of no device, no text, a huge index
+        raise InvalidArgument(f"no such device: {device!r}") from error
