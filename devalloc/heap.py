@@ -56,7 +56,7 @@ class Heap(Owner):
     ----------
     capacity : int or str
         Bytes, or text such as ``"256MiB"``; rounded down to pages of 64 KiB. The state of the
-        heap lies apart, in about 1 % more.
+        heap lies apart, in about 1 % more (of less than 1 MiB, 8 to 12 KiB).
     device : torch.device, str or int, optional
         A CUDA device; the CPU under Triton's interpreter. Default: the current CUDA device, or
         the CPU when interpreting.
@@ -65,7 +65,8 @@ class Heap(Owner):
     debug : bool or "full"
         Find overflows, uses after free, double frees and leaks, and say whose block it was: see
         docs/debug.md. The first 64 bytes of a freed block are watched, with "full" all of them.
-        Takes memory for a quarter of the capacity more, and blocks take up to twice theirs.
+        Takes memory for a quarter of the capacity more, and 32 bytes more for each block (for a
+        power of two twice its size), at least 64.
 
     Raises
     ------
@@ -78,7 +79,8 @@ class Heap(Owner):
     Notes
     -----
     Use it in a ``with`` block: at its end recorded errors are raised and the heap is closed.
-    Making a heap does not synchronise beyond what the source does. Methods that read the heap
+    Making a heap does not synchronise beyond what the source does: it is ready for the current
+    stream, and for others once they have waited for that. Methods that read the heap
     (`check`, `faults`, `stats`, `audit`, `snapshot`, `reset`) wait for the device first. A heap
     that is dropped without `close` goes when its last handle and tensor do. It belongs to one
     process, and can be neither copied nor pickled.

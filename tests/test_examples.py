@@ -50,6 +50,24 @@ def test_debug_heap_names_the_culprit() -> None:
     assert shape(sentence) in shape((ROOT / "docs" / "debug.md").read_text())
 
 
+def test_mailboxes_lose_no_letter() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.mailboxes"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.fullmatch(r"written (\d+), read (\d+), left in the boxes (\d+)\n", done.stdout)
+    assert found
+    written, read, left = map(int, found.groups())
+    assert written == read + left
+    assert min(read, left) > 0
+
+
 def shape(text: str) -> str:
     """A message without what differs from run to run: addresses, ages and line breaks."""
     text = re.sub(r"0x[0-9a-f]+", "ADDRESS", text)
