@@ -214,11 +214,11 @@ def find_slots(heap, cls, stripe, need, state):
     waits = tl.where(duty == 0, WAITS, 0)
     waited = state < 0
     if (state == 0) & (need >= class_slots(cls) * WHOLE_PAGES):
+        place = open_whole(heap, cls, need)
         # (Who is served by this has subtracted, too, and waits for nothing.)
         now = atomic_load(stripe)
         if is_drawing(now):
             limit_debt(stripe, now)
-        place = open_whole(heap, cls, need)
     while (place == 0) & (quiet < 2):
         everywhere = (waits <= 0) & (duty == 0)
         if (waits > 0) & (waited == 0):

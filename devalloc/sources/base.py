@@ -109,9 +109,9 @@ class Ledger(Owner):
 
     def check(self, nbytes: int) -> None:
         """Refuse requests that no source can serve."""
-        if nbytes < 1:
+        if not isinstance(nbytes, int) or nbytes < 1:
             raise InvalidArgument(
-                f"{self._name}: a request of {nbytes} B; ask for at least one byte"
+                f"{self._name}: a request of {nbytes!r} B; ask for at least one byte"
             )
 
     def enter(self, address: int, nbytes: int) -> None:
