@@ -24,6 +24,7 @@ from devalloc.cache import describe
 from devalloc.cache import ledger as rows
 from devalloc.cache.bfc_policy import BfcPolicy
 from devalloc.cache.blocks import FREE, LIVE, Block, PoolSet
+from devalloc.cache.finalizers import for_finalizers
 from devalloc.cache.parking import Parking
 from devalloc.cache.policies import make_policy
 from devalloc.cache.policy import Policy
@@ -231,12 +232,12 @@ class Core(Owner):
             try:
                 self._free_noted()
                 yield self._store
-                self._free_noted()
             finally:
-                self._watch()
-                if self._attention:
-                    self._free_noted()  # what was parked before the flag was up
-                self._inside = False
+                try:
+                    self._watch()
+                    self._free_noted()  # also what was parked before the flag was up
+                finally:
+                    self._inside = False
 
     def _settle(self) -> None:
         """Free what is parked, unless this thread is inside: then the next call does."""
@@ -263,11 +264,14 @@ class Core(Owner):
         )
 
     def _free_noted(self) -> None:
+        if self._returned or self.parking.stacks:
+            for_finalizers(self._free_if_live, self._noted())
+
+    def _noted(self) -> Iterator[int]:
         while self._returned:
-            self._free_if_live(self._returned.popleft())
+            yield self._returned.popleft()
         if self.parking.stacks:
-            for address in self.parking.clear():
-                self._free_if_live(address)
+            yield from self.parking.clear()
 
     def _free_if_live(self, address: int) -> None:
         block = self._store.blocks.get(address)
@@ -343,15 +347,15 @@ class Core(Owner):
         """Let other threads in, until one frees something or the time is over."""
         self._waiting += 1
         self._attention = self.parking.closed = True
-        self._free_noted()
-        self._inside = False
         try:
+            self._free_noted()
+            self._inside = False
             self._freed.wait(seconds)
         finally:
             # Another thread can be inside only while it holds the lock, which is ours again.
             self._inside = True
             self._waiting -= 1
-            self._free_noted()
+        self._free_noted()
 
     def _free(self, block: Block) -> None:
         """Any free, under the lock."""
@@ -361,13 +365,15 @@ class Core(Owner):
         foreign = bool(store.captures) and self._pools_for(block.home.stream) is not (
             store.privates.get(block.home.pool.owner, store.default)
         )
-        if uses or foreign:
-            store.defer(block, uses or set())
-        else:
-            store.complete(block, rows.FREE)
-        if self._waiting:
-            self._freed.notify_all()
-        self._watch()
+        try:
+            if uses or foreign:
+                store.defer(block, uses or set())
+            else:
+                store.complete(block, rows.FREE)
+        finally:
+            if self._waiting:
+                self._freed.notify_all()
+            self._watch()
 
     def _live(self, address: int) -> Block:
         block = self._store.blocks.get(address)

@@ -11,14 +11,15 @@ import gc
 import random
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
 
 from devalloc import Arena, OutOfMemory
 from devalloc.arena import Block
-from devalloc.cache import Cache
+from devalloc.cache import AutoGrowthPolicy, Cache
 from devalloc.sources import HostSource
 from devalloc.sources.adaptors import FaultAdaptor, StatisticsAdaptor
 from tests.arena.support import KIB, MIB, NumberSource
@@ -235,4 +236,63 @@ def test_a_collection_may_free_in_the_middle_of_any_call() -> None:
         gc.set_threshold(*threshold)
     gc.collect()
     assert cache.stats()["allocation.all.current"] == 0
+    cache.audit()
+
+
+class Interrupting(NumberSource):
+    """Does in the middle of the engine's next calls what a finalizer would; refuses frees."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        super().__init__(capacity)
+        self.meanwhile: list[Callable[[], object]] = []
+        self.refusing = False
+
+    def allocate(self, nbytes: int) -> int:
+        while self.meanwhile:
+            self.meanwhile.pop()()
+        return super().allocate(nbytes)
+
+    def free(self, address: int, nbytes: int) -> None:
+        if self.refusing:
+            raise RuntimeError("not today")
+        super().free(address, nbytes)
+
+
+@pytest.fixture
+def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What Python was told of errors in finalizers."""
+    told: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: told.append(str(args.exc_value)))
+    return told
+
+
+def test_a_finalizers_free_that_fails_stops_nothing(unraisable: list[str]) -> None:
+    source = Interrupting()
+    cache = Cache(source, "torch")
+    blocks = [cache.malloc(30 * MIB) for _ in range(3)]
+    cache.close()
+    source.refusing = True
+    source.meanwhile = [partial(cache.free, block) for block in blocks]
+    address = cache.malloc(40 * MIB)
+    assert [cache.owns(block) for block in (*blocks, address)] == [False, False, False, True]
+    assert unraisable == ["not today"] * 3
+    source.refusing = False
+    cache.free(address)
+    cache.empty_cache()
+    cache.audit()
+    assert not source.live
+
+
+def test_a_finalizers_free_that_fails_while_a_request_waits(unraisable: list[str]) -> None:
+    source = Interrupting(capacity=40 * MIB)
+    cache = Cache(source, AutoGrowthPolicy(retry_wait_s=0.1))
+    block = cache.malloc(10 * MIB)
+    cache.close()
+    source.refusing = True
+    source.meanwhile = [partial(cache.free, block)]
+    with pytest.raises(RuntimeError, match="not today"):
+        cache.malloc(40 * MIB)  # by then the request itself gives back what is idle
+    assert unraisable == ["not today"]
+    source.refusing = False
+    assert cache.malloc(40 * MIB)
     cache.audit()
