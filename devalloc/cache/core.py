@@ -328,20 +328,27 @@ class Core(Owner):
     def _miss(self, request: Request) -> Block:
         """The policy's steps, then waiting for other threads' frees, then the error."""
         store = self._store
-        block = self.policy.miss(store, request)
+        try:
+            block = self.policy.miss(store, request) or self._wait_for_frees(request)
+            if block is None:
+                store.counts["num_ooms"] += 1
+                store.history.out_of_memory(request, store.room())
+                raise OutOfMemory(describe.failure(store, request)) from store.failure
+            return block
+        finally:
+            store.failure = None  # whose traceback refers to all that the callers have
+
+    def _wait_for_frees(self, request: Request) -> Block | None:
+        """For a policy that waits: what another thread frees, or one more round of its steps."""
+        store = self._store
         deadline = time.monotonic() + self.policy.retry_wait_s
-        while block is None and not store.captures:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
+        while not store.captures and (left := deadline - time.monotonic()) > 0:
             self._await_free(min(left, _WAIT_SLICE_S))
             store.process_events()
             block = store.find_for(request) or self.policy.miss(store, request)
-        if block is None:
-            store.counts["num_ooms"] += 1
-            store.history.out_of_memory(request, store.room())
-            raise OutOfMemory(describe.failure(store, request)) from store.failure
-        return block
+            if block is not None:
+                return block
+        return None
 
     def _await_free(self, seconds: float) -> None:
         """Let other threads in, until one frees something or the time is over."""

@@ -303,7 +303,8 @@ class Store:
     def grow(self, request: Request, nbytes: int) -> Block | None:
         """Ask the source for a segment and serve the request from it.
 
-        The limit is checked first. None if either says no; `failure` then has the source's error.
+        The limit is checked first. None if either says no; `failure` then has the source's error,
+        until the request is over.
         """
         self.failure = None
         self.asking = nbytes
