@@ -2,12 +2,13 @@
 
 Concurrency: one lock for everything. A thread that holds it may be interrupted by a garbage
 collection whose finalizers free blocks of this same engine: such a free is only noted, and done
-when the interrupted call is over (`_inside`).
+when the interrupted call is over (`_inside`). A call that waits, or runs code of others, lets other
+threads in meanwhile and is as between two calls (`_out`): no lock is held then.
 
 The short way through `malloc` and `free` is for exact fits when nothing unusual is going on;
 `_attention` is set while something is: recorded uses by other streams, pending events, routes to
-private pools, history, waiting threads, a policy that wants to see every call. What is parked
-(`devalloc.cache.parking`) is freed before anything else happens.
+private pools, history, threads that are `_out`, a policy that wants to see every call. What is
+parked (`devalloc.cache.parking`) is freed before anything else happens.
 """
 
 from __future__ import annotations
@@ -89,11 +90,11 @@ class Core(Owner):
         self._stamps = isinstance(self.policy, BfcPolicy) and self.policy.timestamps
         self._share = share_streams
         self._store.shared = share_streams or self._stamps
-        self._store.free_noted = self._free_noted
         self._lock = threading.RLock()
         self._freed = threading.Condition(self._lock)
-        self._waiting = 0
         self._inside = False
+        self._out: set[int] = set()
+        self._holders: list[Callable[[], object]] = []
         self._returned: deque[int] = deque()
         self._routes: list[Route] = []
         self._next_pool = 1
@@ -259,7 +260,7 @@ class Core(Owner):
             or store.closed
             or self._routes
             or store.history.recording
-            or self._waiting
+            or self._out
             or self.policy.careful
         )
 
@@ -284,6 +285,11 @@ class Core(Owner):
     def _malloc(self, nbytes: int, stream: int, freed_before: int | None) -> int:
         """Any allocation, under the lock."""
         store = self._store
+        if self._out and threading.get_ident() in self._out:
+            raise DevallocError(
+                "malloc was called from a callback that the same cache had called for want of "
+                "memory; such a callback may free, and must not allocate there"
+            )
         self._free_noted()
         if freed_before is not None:
             self._stamping_policy()
@@ -299,10 +305,7 @@ class Core(Owner):
         block = store.find(home, size, nbytes, freed_before)
         if block is None:
             request = Request(nbytes, size, index, stream, pools, freed_before)
-            if self._share and not store.captures:
-                block = store.find_elsewhere(request)
-            if block is None:
-                block = self._miss(request)
+            block = self._find_elsewhere(request) or self._miss(request)
         if self._attention:
             store.history.allocated(block)
         return block.address
@@ -326,10 +329,14 @@ class Core(Owner):
         return self._store.default
 
     def _miss(self, request: Request) -> Block:
-        """The policy's steps, then waiting for other threads' frees, then the error."""
+        """Who holds memory, the policy's steps, then other threads' frees, then the error."""
         store = self._store
         try:
-            block = self.policy.miss(store, request) or self._wait_for_frees(request)
+            block = (
+                self._ask_holders(request)
+                or self.policy.miss(store, request)
+                or self._wait_for_frees(request)
+            )
             if block is None:
                 store.counts["num_ooms"] += 1
                 store.history.out_of_memory(request, store.room())
@@ -338,31 +345,57 @@ class Core(Owner):
         finally:
             store.failure = None  # whose traceback refers to all that the callers have
 
+    def _ask_holders(self, request: Request) -> Block | None:
+        """Run the callbacks of those who hold memory that they could free, and look again."""
+        if not self._holders:
+            return None
+        with self._let_others_in(request):
+            self._lock.release()
+            try:
+                for callback in tuple(self._holders):
+                    callback()
+            finally:
+                self._lock.acquire()
+        return self._find(request)
+
     def _wait_for_frees(self, request: Request) -> Block | None:
         """For a policy that waits: what another thread frees, or one more round of its steps."""
         store = self._store
         deadline = time.monotonic() + self.policy.retry_wait_s
         while not store.captures and (left := deadline - time.monotonic()) > 0:
-            self._await_free(min(left, _WAIT_SLICE_S))
+            with self._let_others_in(request):
+                self._freed.wait(min(left, _WAIT_SLICE_S))
             store.process_events()
-            block = store.find_for(request) or self.policy.miss(store, request)
+            block = self._find(request) or self.policy.miss(store, request)
             if block is not None:
                 return block
         return None
 
-    def _await_free(self, seconds: float) -> None:
-        """Let other threads in, until one frees something or the time is over."""
-        self._waiting += 1
+    def _find(self, request: Request) -> Block | None:
+        return self._store.find_for(request) or self._find_elsewhere(request)
+
+    def _find_elsewhere(self, request: Request) -> Block | None:
+        """A block of another stream, if streams are shared and order is what the caller needs."""
+        if not self._share or self._store.captures or request.freed_before is not None:
+            return None
+        return self._store.find_elsewhere(request)
+
+    @contextmanager
+    def _let_others_in(self, request: Request) -> Iterator[None]:
+        """In the middle of a call: as between two. Give the lock away, and have it again."""
+        thread = threading.get_ident()
+        self._out.add(thread)
         self._attention = self.parking.closed = True
         try:
             self._free_noted()
             self._inside = False
-            self._freed.wait(seconds)
+            yield
         finally:
             # Another thread can be inside only while it holds the lock, which is ours again.
             self._inside = True
-            self._waiting -= 1
+            self._out.discard(thread)
         self._free_noted()
+        request.pools = self._pools_for(request.stream)  # others may have ended a route
 
     def _free(self, block: Block) -> None:
         """Any free, under the lock."""
@@ -378,7 +411,7 @@ class Core(Owner):
             else:
                 store.complete(block, rows.FREE)
         finally:
-            if self._waiting:
+            if self._out:
                 self._freed.notify_all()
             self._watch()
 

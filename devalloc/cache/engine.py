@@ -140,10 +140,11 @@ class Cache(Graphs, Reports):
     def on_low_memory(self, callback: Callable[[], object]) -> None:
         """Call ``callback``, which may free blocks, before the source is asked for more.
 
-        It runs on the thread that allocates and must not allocate from this cache.
+        It runs on the thread that allocates, on several at once if several do, and holds no lock of
+        this cache: two caches may empty each other. It must not allocate from this cache.
         """
-        with self._entered() as store:
-            store.callbacks.append(callback)
+        with self._entered():
+            self._holders.append(callback)
 
     @property
     def outside(self) -> Outside:

@@ -91,7 +91,8 @@ class Policy:
         raise NotImplementedError
 
     def miss(self, store: Store, request: Request) -> Block | None:
-        """The steps after no free block served, in order; None when all failed."""
+        """The steps after no free block served, nor what callbacks freed, in order; None when all
+        failed."""
         raise NotImplementedError
 
     def freed(self, store: Store, block: Block) -> None:

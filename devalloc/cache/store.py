@@ -97,10 +97,6 @@ class Store:
     def wait_for_events(self) -> None:
         """Wait for the streams that keep freed blocks in use, so that these become free."""
 
-    def ask_holders(self) -> bool:
-        """Run the callbacks of those who hold memory they could free; whether there were any."""
-        return False
-
     def segment_changed(self, segment: Segment, action: str) -> None:
         """Called after ``segment_alloc`` and ``segment_free``."""
 

@@ -12,7 +12,6 @@ C2  A block is reused on another stream only after an event proves the work done
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -41,8 +40,6 @@ class StreamedStore(Store):
         self.deferred: list[tuple[Block, set[int]]] = []
         self.captures = 0
         self.closed = False
-        self.callbacks: list[Callable[[], object]] = []
-        self.free_noted: Callable[[], None] = lambda: None
         self._stamping = policy if isinstance(policy, BfcPolicy) and policy.timestamps else None
 
     # What the plain store leaves open -------------------------------------------------------------
@@ -61,12 +58,6 @@ class StreamedStore(Store):
             others = {s for pool in self.all_pools() for s in pool.lists} - {segment.stream}
             for stream in sorted(others):
                 self.order(segment.stream, stream)
-
-    def ask_holders(self) -> bool:
-        for callback in self.callbacks:
-            callback()
-        self.free_noted()
-        return bool(self.callbacks)
 
     def segment_changed(self, segment: Segment, action: str) -> None:
         self.history.segment_changed(segment, action)

@@ -209,6 +209,33 @@ def test_many_threads_with_arenas_for_long(failing: float) -> None:
     arena_stress(LONG, failing)
 
 
+# Callbacks ----------------------------------------------------------------------------------------
+
+
+def test_two_caches_may_empty_each_other() -> None:
+    caches = [Cache(NumberSource(), "torch") for _ in range(2)]
+    # Nobody goes on before both are in the middle of their requests.
+    meeting = threading.Barrier(2)
+    for cache, other in zip(caches, reversed(caches), strict=True):
+        cache.on_low_memory(lambda: meeting.wait(20))
+        cache.on_low_memory(other.empty_cache)
+
+    def work(cache: Cache) -> None:
+        for _ in range(50):
+            cache.free(cache.malloc(30 * MIB))
+            cache.empty_cache()
+
+    threads = [threading.Thread(target=work, args=(cache,), daemon=True) for cache in caches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "each waits for the other"
+    for cache in caches:
+        cache.audit()
+        assert cache.reserved == 0
+
+
 # Finalizers ---------------------------------------------------------------------------------------
 
 
