@@ -329,12 +329,13 @@ class Core(Owner):
         return self._store.default
 
     def _miss(self, request: Request) -> Block:
-        """Who holds memory, the policy's steps, then other threads' frees, then the error."""
+        """Who holds memory, the policy's steps, events, other threads' frees, then the error."""
         store = self._store
         try:
             block = (
                 self._ask_holders(request)
                 or self.policy.miss(store, request)
+                or self._find_late(request)
                 or self._wait_for_frees(request)
             )
             if block is None:
@@ -365,11 +366,22 @@ class Core(Owner):
         while not store.captures and (left := deadline - time.monotonic()) > 0:
             with self._let_others_in(request):
                 self._freed.wait(min(left, _WAIT_SLICE_S))
-            store.process_events()
+            store.wait_for_events()
             block = self._find(request) or self.policy.miss(store, request)
             if block is not None:
                 return block
         return None
+
+    def _find_late(self, request: Request) -> Block | None:
+        """What has become free while the policy tried, or does so by waiting for events; if that
+        does not serve as it is, the policy's steps once more."""
+        store = self._store
+        if store.captures:
+            return None
+        changed = bool(store.queues or self._returned or self.parking.stacks)
+        store.wait_for_events()
+        self._free_noted()
+        return self._find(request) or (self.policy.miss(store, request) if changed else None)
 
     def _find(self, request: Request) -> Block | None:
         return self._store.find_for(request) or self._find_elsewhere(request)

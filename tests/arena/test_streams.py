@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from devalloc import InvalidArgument, OutOfMemory
-from devalloc.cache import Cache
+from devalloc.cache import POLICIES, AutoGrowthPolicy, BfcPolicy, Cache
 from tests.arena.support import MIB, FakeStreams, NumberSource
 
 
@@ -56,6 +58,54 @@ def test_running_out_waits_for_events(streams: FakeStreams) -> None:
     engine.malloc(30 * MIB)
     assert streams.done == {2: 1}
     assert engine.stats()["num_sync_all_streams"] == 1
+
+
+def free_in_use(engine: Cache, block: int) -> None:
+    """Free a block that another stream still uses."""
+    engine.record_stream(block, 2)
+    engine.free(block)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_waits_for_events_at_the_limit(policy: str, streams: FakeStreams) -> None:
+    engine = Cache(NumberSource(), policy, limit=20 * MIB, streams=streams)
+    free_in_use(engine, engine.malloc(20 * MIB))
+    assert engine.malloc(20 * MIB)
+    engine = Cache(NumberSource(), policy, limit=40 * MIB, streams=streams)
+    free_in_use(engine, engine.malloc(20 * MIB))
+    assert engine.malloc(40 * MIB), "what has become idle goes back for it"
+    engine.audit()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_events_have_freed_is_found_in_divided_segments(
+    policy: str, streams: FakeStreams
+) -> None:
+    engine = Cache(NumberSource(), policy, limit=20 * MIB, streams=streams)
+    engine.free(engine.malloc(20 * MIB))
+    blocks = [engine.malloc(2 * MIB) for _ in range(10)]
+    for block in blocks[:7]:
+        free_in_use(engine, block)
+    assert engine.malloc(8 * MIB)
+    engine.audit()
+
+
+@pytest.mark.parametrize("policy", [BfcPolicy, AutoGrowthPolicy])
+def test_a_request_that_waits_takes_what_other_streams_free(
+    policy: type[BfcPolicy | AutoGrowthPolicy], source: NumberSource, streams: FakeStreams
+) -> None:
+    engine = Cache(
+        source,
+        policy(retry_wait_s=20),
+        limit=2 * MIB,
+        streams=streams,
+        share_streams=True,
+    )
+    blocks = [engine.malloc(MIB, stream=1) for _ in range(2)]
+    threading.Timer(0.1, engine.free, [blocks[0]]).start()
+    assert engine.malloc(MIB, stream=2) == blocks[0]
+    assert streams.waits == [(2, 1)]
+    engine.audit()
 
 
 def test_sharing_takes_the_best_block_of_another_stream_in_order(streams: FakeStreams) -> None:
@@ -186,8 +236,6 @@ def test_routes_by_stream(engine: Cache) -> None:
 
 
 def test_routes_by_thread(engine: Cache) -> None:
-    import threading
-
     pool = engine.private_pool()
     with engine.route(pool):
         thread = threading.Thread(target=engine.malloc, args=(30 * MIB,))
