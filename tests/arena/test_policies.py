@@ -401,6 +401,21 @@ def test_bfc_merges_unsafe_stamps_for_their_own_stream() -> None:
     assert (len(source.asked), source.freed) == (1, [])
 
 
+def test_time_goes_on_when_the_limit_changes() -> None:
+    engine, _ = cache(BfcPolicy(timestamps=True))
+    for _ in range(10):
+        engine.free(engine.malloc(MIB))
+    passed = engine.clock
+    engine.set_limit(2 * MIB)
+    block = engine.malloc(MIB, stream=1)
+    engine.free(block)
+    engine.set_safe_frontier(passed + 1)
+    assert engine.clock == passed + 1
+    assert engine.malloc(MIB, stream=2) != block, "its free came after the frontier"
+    again, _ = cache(engine.policy)
+    assert again.clock == 0
+
+
 def test_time_stamps_are_refused_elsewhere() -> None:
     engine, _ = cache("torch")
     with pytest.raises(InvalidArgument, match="time stamps"):
