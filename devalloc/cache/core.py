@@ -412,15 +412,14 @@ class Core(Owner):
     def _free(self, block: Block) -> None:
         """Any free, under the lock."""
         store = self._store
-        store.history.free_requested(block)
-        uses = store.uses.pop(block.address, None)
         foreign = bool(store.captures) and self._pools_for(block.home.stream) is not (
             store.privates.get(block.home.pool.owner, store.default)
         )
         try:
-            if uses or foreign:
-                store.defer(block, uses or set())
+            if foreign or block.address in store.uses:
+                store.defer(block)
             else:
+                store.history.free_requested(block)
                 store.complete(block, rows.FREE)
         finally:
             if self._out:

@@ -6,7 +6,8 @@ C2  A block is reused on another stream only after an event proves the work done
 ``uses``      address -> streams that use a live block besides its owner
 ``queues``    stream -> events recorded there when a block was freed, oldest first; a block is
               pending while it has events, and counted in ``waiting``
-``deferred``  blocks freed during a capture, when no event may be recorded or queried
+``deferred``  blocks freed during a capture, when no event may be recorded or queried, and those of
+              which recording failed afterwards
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from devalloc.cache import ledger as rows
 from devalloc.cache.bfc_policy import BfcPolicy
 from devalloc.cache.blocks import FREE, PENDING, Block, PoolSet, Segment
+from devalloc.cache.each import for_each
 from devalloc.cache.history import History
 from devalloc.cache.policy import Policy
 from devalloc.cache.store import Store
@@ -78,21 +80,28 @@ class StreamedStore(Store):
         elif self.policy.careful:
             self.policy.freed(self, block)
 
-    def defer(self, block: Block, streams: set[int]) -> None:
-        """The block is free once ``streams`` have done what is queued there now."""
+    def defer(self, block: Block) -> None:
+        """The block is free once all that use it have done what is queued there now."""
+        streams = self.uses.get(block.address, set())
+        # First what can fail: the block lives on then.
+        events = [] if self.captures else self._record(streams)
+        self.uses.pop(block.address, None)
+        self.history.free_requested(block)
         self.ledger.rows.extend((block.size | rows.FREE_REQUESTED | block.home.pool.index, 0))
         block.state = PENDING
         if self.captures:
             self.deferred.append((block, streams))
         else:
-            self._record(block, streams)
+            self._enqueue(block, events)
 
-    def _record(self, block: Block, streams: set[int]) -> None:
-        self.waiting[block.address] = len(streams)
-        for stream in sorted(streams):
-            event = self.streams.record(stream)
+    def _record(self, streams: set[int]) -> list[tuple[int, Event]]:
+        return [(stream, self.streams.record(stream)) for stream in sorted(streams)]
+
+    def _enqueue(self, block: Block, events: list[tuple[int, Event]]) -> None:
+        self.waiting[block.address] = len(events)
+        for stream, event in events:
             self.queues.setdefault(stream, deque()).append((event, block))
-        if not streams:
+        if not events:
             self._finish(block)
 
     def _finish(self, block: Block) -> None:
@@ -107,11 +116,26 @@ class StreamedStore(Store):
     def end_capture(self) -> None:
         """Treat what was freed during captures, once the last one has ended."""
         if not self.captures:
-            deferred, self.deferred = self.deferred, []
-            for block, streams in deferred:
-                self._record(block, streams)
-            for pools in [at for at in self.privates.values() if at.uses == 0]:
-                self.release_unused(pools)
+            try:
+                self._record_deferred()
+            finally:
+                unused = [pools for pools in self.privates.values() if pools.uses == 0]
+                for_each(self.release_unused, unused)
+
+    def _record_deferred(self) -> None:
+        """Record the events that a capture forbade; where that fails, it is tried again later."""
+        deferred, self.deferred = self.deferred, []
+
+        def enqueue(entry: tuple[Block, set[int]]) -> None:
+            block, streams = entry
+            try:
+                events = self._record(streams)
+            except BaseException:
+                self.deferred.append(entry)
+                raise
+            self._enqueue(block, events)
+
+        for_each(enqueue, deferred)
 
     def process_events(self) -> None:
         """Free the pending blocks whose events have happened; asks each stream's oldest only."""
@@ -128,6 +152,8 @@ class StreamedStore(Store):
         """Wait for all events, unless a capture forbids it."""
         if self.captures:
             return
+        if self.deferred:
+            self._record_deferred()
         if self.queues:
             self.counts["num_sync_all_streams"] += 1
         for stream in list(self.queues):
@@ -145,7 +171,7 @@ class StreamedStore(Store):
         self.streams.synchronize()
         if stream in self.queues:
             self._drain(stream)
-        for users in self.uses.values():
+        for users in (*self.uses.values(), *(users for _, users in self.deferred)):
             users.discard(stream)
         self.uses = {address: users for address, users in self.uses.items() if users}
         for segment in self.segments.values():

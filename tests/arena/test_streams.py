@@ -8,7 +8,7 @@ import pytest
 
 from devalloc import InvalidArgument, OutOfMemory
 from devalloc.cache import POLICIES, AutoGrowthPolicy, BfcPolicy, Cache
-from tests.arena.support import MIB, FakeStreams, NumberSource
+from tests.arena.support import MIB, FakeEvent, FakeStreams, NumberSource
 
 
 @pytest.fixture
@@ -243,6 +243,95 @@ def test_routes_by_thread(engine: Cache) -> None:
         thread.join()
     ids = [segment["segment_pool_id"] for segment in engine.snapshot()["segments"]]  # type: ignore
     assert ids == [(0, 0)]
+
+
+class Failing(FakeStreams):
+    """Cannot record on some streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken: set[int] = set()
+
+    def record(self, stream: int) -> FakeEvent:
+        if stream in self.broken:
+            raise RuntimeError("no event")
+        return super().record(stream)
+
+
+def test_a_free_that_cannot_record_changes_nothing(source: NumberSource) -> None:
+    streams = Failing()
+    engine = Cache(source, "torch", streams=streams)
+    engine.record_history()
+    block = engine.malloc(30 * MIB)
+    for user in (2, 3):
+        engine.record_stream(block, user)
+    before = engine.stats()
+    streams.broken = {3}
+    with pytest.raises(RuntimeError, match="no event"):
+        engine.free(block)
+    engine.audit()
+    assert engine.stats() == before
+    assert engine.owns(block)
+    streams.broken.clear()
+    engine.free(block)
+    assert engine.malloc(30 * MIB) != block, "both streams still use it"
+    (trace,) = engine.snapshot()["device_traces"]  # type: ignore[misc]
+    assert [entry["action"] for entry in trace].count("free_requested") == 1
+    assert engine.empty_cache() == 30 * MIB
+    engine.audit()
+
+
+def test_what_cannot_be_recorded_after_a_capture_is_tried_again(source: NumberSource) -> None:
+    streams = Failing()
+    engine = Cache(source, "torch", streams=streams)
+    blocks = [engine.malloc(30 * MIB) for _ in range(5)]
+    for user, block in enumerate(blocks, 1):
+        engine.record_stream(block, user)
+    pool = engine.private_pool()
+    streams.broken = {2, 4}
+
+    def capture() -> None:
+        with engine.route(pool, capture=True):
+            for block in blocks:
+                engine.free(block)
+
+    with pytest.raises(RuntimeError, match="no event"):
+        capture()
+    assert pool.uses == 1, "the capture's use has ended all the same"
+    engine.audit()
+    for user in (1, 2, 3, 4, 5):
+        streams.advance(user)
+    assert sorted(engine.malloc(30 * MIB) for _ in range(3)) == [blocks[at] for at in (0, 2, 4)]
+    with pytest.raises(RuntimeError, match="no event"):
+        engine.empty_cache()
+    streams.broken = {4}
+    engine.forget_stream(4)  # which has nothing left to do
+    assert engine.empty_cache() == 60 * MIB
+    engine.audit()
+
+
+def test_a_source_that_fails_at_the_end_of_a_capture(streams: FakeStreams) -> None:
+    class Refusing(NumberSource):
+        refusing = True
+
+        def free(self, address: int, nbytes: int) -> None:
+            if self.refusing:
+                raise RuntimeError("not today")
+            super().free(address, nbytes)
+
+    source = Refusing()
+    engine = Cache(source, "torch", streams=streams)
+    unused, pool = engine.private_pool(), engine.private_pool()
+    with engine.route(unused):
+        engine.free(engine.malloc(30 * MIB))
+    with pytest.raises(RuntimeError, match="not today"), engine.route(pool, capture=True):
+        unused.release()
+    assert pool.uses == 1
+    source.refusing = False
+    pool.release()
+    engine.empty_cache()
+    assert not source.live
+    engine.audit()
 
 
 class StreamOrdered(NumberSource):
