@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from devalloc.cache import ledger as rows
 from devalloc.cache.bfc_policy import BfcPolicy
-from devalloc.cache.blocks import FREE, PENDING, Block, PoolSet, Segment
+from devalloc.cache.blocks import FREE, PENDING, Block, Segment
 from devalloc.cache.each import for_each
 from devalloc.cache.history import History
 from devalloc.cache.policy import Policy
@@ -75,7 +75,7 @@ class StreamedStore(Store):
         pools = self.privates.get(block.home.pool.owner)
         if pools is not None and pools.uses == 0:
             self.release_unused(pools)
-        elif self.closed and block.segment.idle and self.may_release():
+        elif pools is None and self.closed and self.may_release() and self.unite(block.segment):
             self.release(block.segment)
         elif self.policy.careful:
             self.policy.freed(self, block)
@@ -119,8 +119,15 @@ class StreamedStore(Store):
             try:
                 self._record_deferred()
             finally:
-                unused = [pools for pools in self.privates.values() if pools.uses == 0]
-                for_each(self.release_unused, unused)
+                self._release_late()
+
+    def _release_late(self) -> None:
+        """Give back what nobody has a use for, and what a capture kept here."""
+        if self.closed:
+            self.release_cached()
+        else:
+            unused = [pools for pools in self.privates.values() if pools.uses == 0]
+            for_each(self.release_unused, unused)
 
     def _record_deferred(self) -> None:
         """Record the events that a capture forbade; where that fails, it is tried again later."""
@@ -190,18 +197,6 @@ class StreamedStore(Store):
                 for address in [address for _, address in pool.list_of(0)]:
                     if address in self.blocks:
                         self.settle(self.blocks[address], ignore_stamps=False)
-
-    # Private pools --------------------------------------------------------------------------------
-
-    def release_unused(self, pools: PoolSet) -> None:
-        """Give back what is idle of private pools that no graph uses; forget them when empty."""
-        if not self.may_release():
-            return
-        for index in (1, 0):
-            for segment in self.idle_segments(pools, index):
-                self.release(segment)
-        if pools.segments == 0:
-            del self.privates[pools.owner]
 
     # Reports --------------------------------------------------------------------------------------
 

@@ -245,6 +245,76 @@ def test_routes_by_thread(engine: Cache) -> None:
     assert ids == [(0, 0)]
 
 
+# Closed caches ------------------------------------------------------------------------------------
+
+
+def test_closing_during_a_capture_gives_back_at_its_end(
+    engine: Cache, source: NumberSource, streams: FakeStreams
+) -> None:
+    used = engine.malloc(40 * MIB)
+    engine.free(engine.malloc(30 * MIB))
+    with engine.private_pool() as pool, engine.route(pool, capture=True):
+        engine.close()
+        engine.free(used)
+        assert source.freed == []
+    assert not source.live
+
+
+def test_closing_leaves_a_graph_its_memory(engine: Cache, source: NumberSource) -> None:
+    pool = engine.private_pool()
+    with engine.route(pool, capture=True):
+        block = engine.malloc(30 * MIB)
+    engine.close()
+    engine.free(block)
+    assert source.freed == [], "the graph still writes there when it is replayed"
+    pool.release()
+    assert not source.live
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_closed_caches_give_back_what_several_streams_owned(
+    policy: str, order: tuple[int, int], source: NumberSource, streams: FakeStreams
+) -> None:
+    engine = Cache(source, policy, streams=streams, share_streams=True)
+    engine.free(engine.malloc(MIB, stream=1))
+    blocks = [engine.malloc(MIB // 2, stream=at) for at in (1, 2)]
+    engine.close()
+    for at in order:
+        engine.free(blocks[at])
+        engine.audit()
+    assert not source.live
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_unused_pools_give_back_what_several_streams_owned(
+    policy: str, source: NumberSource, streams: FakeStreams
+) -> None:
+    engine = Cache(source, policy, streams=streams, share_streams=True)
+    with engine.private_pool() as pool:
+        with engine.route(pool):
+            engine.free(engine.malloc(MIB, stream=1))
+            blocks = [engine.malloc(MIB // 2, stream=at) for at in (1, 2)]
+        assert len(source.live) == 1, "streams share"
+        engine.free(blocks[0])
+    engine.free(blocks[1])
+    engine.audit()
+    assert not source.live
+
+
+def test_closed_caches_give_back_stamped_neighbours(source: NumberSource) -> None:
+    engine = Cache(source, BfcPolicy(timestamps=True))
+    blocks = [engine.malloc(MIB) for _ in range(2)]
+    engine.close()
+    for block in blocks:
+        engine.free(block)
+    engine.audit()
+    assert not source.live
+
+
+# Failures -----------------------------------------------------------------------------------------
+
+
 class Failing(FakeStreams):
     """Cannot record on some streams."""
 
