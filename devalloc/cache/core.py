@@ -93,6 +93,9 @@ class Core(Owner):
         self._lock = threading.RLock()
         self._freed = threading.Condition(self._lock)
         self._inside = False
+        # Whether what was noted must not wait for another call: a closed cache may see none.
+        self._urgent = False
+        self._closing = False
         self._out: set[int] = set()
         self._holders: list[Callable[[], object]] = []
         self._returned: deque[int] = deque()
@@ -186,6 +189,7 @@ class Core(Owner):
         with self._lock:
             if self._inside:
                 self._returned.append(address)
+                self._urgent = self._store.closed
                 return
             self._inside = True
             try:
@@ -220,6 +224,8 @@ class Core(Owner):
                     store.put_back(block)
             finally:
                 self._inside = False
+                if self._urgent:
+                    self._settle()
 
     # The whole way --------------------------------------------------------------------------------
 
@@ -239,16 +245,34 @@ class Core(Owner):
                     self._free_noted()  # also what was parked before the flag was up
                 finally:
                     self._inside = False
+                    if self._urgent:
+                        self._settle()
 
     def _settle(self) -> None:
-        """Free what is parked, unless this thread is inside: then the next call does."""
+        """Free what is parked or noted, unless this thread is inside: then the next call does."""
         with self._lock:
-            if not self._inside:
-                self._inside = True
-                try:
-                    self._free_noted()
-                finally:
-                    self._inside = False
+            if self._inside:
+                self._urgent = self._store.closed
+                return
+            self._inside = True
+            try:
+                self._free_noted()
+            finally:
+                self._inside = False
+
+    def close(self) -> None:
+        """Give idle segments back now, and every other one when its last block is freed.
+
+        May be repeated: when the source has failed, what it left is given back.
+        """
+        with self._lock:
+            self._store.closed = True
+            self._attention = self.parking.closed = True
+            if self._inside:
+                self._urgent = self._closing = True
+                return
+            with self._entered() as store:
+                store.give_back()
 
     def _watch(self) -> None:
         store = self._store
@@ -265,14 +289,18 @@ class Core(Owner):
         )
 
     def _free_noted(self) -> None:
-        if self._returned or self.parking.stacks:
-            for_finalizers(self._free_if_live, self._noted())
+        self._urgent = False
+        if self._returned:
+            for_finalizers(self._free_if_live, self._take_returned())
+        if self.parking.stacks:
+            for_finalizers(self._free_if_live, self.parking.clear())
+        if self._closing:
+            self._closing = False
+            for_finalizers(StreamedStore.give_back, [self._store])
 
-    def _noted(self) -> Iterator[int]:
+    def _take_returned(self) -> Iterator[int]:
         while self._returned:
             yield self._returned.popleft()
-        if self.parking.stacks:
-            yield from self.parking.clear()
 
     def _free_if_live(self, address: int) -> None:
         block = self._store.blocks.get(address)

@@ -113,6 +113,13 @@ class StreamedStore(Store):
         if self.waiting[block.address] == 0:
             self._finish(block)
 
+    def give_back(self) -> None:
+        """Give back all that is idle, with what events still hold; not during a capture."""
+        try:
+            self.wait_for_events()
+        finally:
+            self.release_cached()
+
     def end_capture(self) -> None:
         """Treat what was freed during captures, once the last one has ended."""
         if not self.captures:

@@ -22,7 +22,7 @@ from devalloc.arena import Block
 from devalloc.cache import AutoGrowthPolicy, Cache
 from devalloc.sources import HostSource
 from devalloc.sources.adaptors import FaultAdaptor, StatisticsAdaptor
-from tests.arena.support import KIB, MIB, NumberSource
+from tests.arena.support import KIB, MIB, FakeEvent, FakeStreams, NumberSource
 
 THREADS = 8
 SHORT, LONG = 20_000, 100_000
@@ -267,12 +267,12 @@ def test_a_collection_may_free_in_the_middle_of_any_call() -> None:
 
 
 class Interrupting(NumberSource):
-    """Does in the middle of the engine's next calls what a finalizer would; refuses frees."""
+    """Does in the middle of the engine's next calls what a finalizer would; refuses some frees."""
 
     def __init__(self, capacity: int | None = None) -> None:
         super().__init__(capacity)
         self.meanwhile: list[Callable[[], object]] = []
-        self.refusing = False
+        self.refused: set[int] = set()
 
     def allocate(self, nbytes: int) -> int:
         while self.meanwhile:
@@ -280,9 +280,67 @@ class Interrupting(NumberSource):
         return super().allocate(nbytes)
 
     def free(self, address: int, nbytes: int) -> None:
-        if self.refusing:
+        if nbytes in self.refused:
             raise RuntimeError("not today")
         super().free(address, nbytes)
+
+
+class InterruptingStreams(FakeStreams):
+    """The same within a free of what other streams use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meanwhile: list[Callable[[], object]] = []
+
+    def record(self, stream: int) -> FakeEvent:
+        while self.meanwhile:
+            self.meanwhile.pop()()
+        return super().record(stream)
+
+
+def test_a_finalizer_may_close_in_the_middle_of_an_allocation() -> None:
+    source = Interrupting()
+    cache = Cache(source, "torch")
+    cache.free(cache.malloc(30 * MIB))
+    source.meanwhile = [cache.close]
+    address = cache.malloc(40 * MIB)
+    cache.free(address)
+    assert not source.live
+    cache.audit()
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["close", "free what is closed"])
+def test_what_a_finalizer_asks_of_a_closed_cache_waits_for_no_other_call(last: bool) -> None:
+    source, streams = NumberSource(), InterruptingStreams()
+    cache = Cache(source, "torch", streams=streams)
+    other, address = cache.malloc(20 * MIB), cache.malloc(30 * MIB)
+    cache.record_stream(address, 2)
+    if last:
+        cache.close()
+        streams.meanwhile = [partial(cache.free, other)]
+    else:
+        cache.free(other)
+        streams.meanwhile = [cache.close]
+    cache.free(address)
+    assert set(source.live.values()) <= {30 * MIB}, "at most what an event guards"
+    cache.close()
+    assert not source.live
+    cache.audit()
+
+
+def test_a_close_that_fails_may_be_repeated() -> None:
+    source = Interrupting()
+    arena = Arena(source=source)
+    for block in [arena.alloc(size * MIB) for size in (30, 40, 50)]:
+        arena.free(block)
+    source.refused = {40 * MIB}
+    with pytest.raises(RuntimeError, match="not today"):
+        arena.close()
+    assert list(source.live.values()) == [40 * MIB], "the others went back"
+    arena.cache.audit()
+    source.refused.clear()
+    arena.close()
+    assert not source.live
 
 
 @pytest.fixture
@@ -298,12 +356,12 @@ def test_a_finalizers_free_that_fails_stops_nothing(unraisable: list[str]) -> No
     cache = Cache(source, "torch")
     blocks = [cache.malloc(30 * MIB) for _ in range(3)]
     cache.close()
-    source.refusing = True
+    source.refused = {30 * MIB}
     source.meanwhile = [partial(cache.free, block) for block in blocks]
     address = cache.malloc(40 * MIB)
     assert [cache.owns(block) for block in (*blocks, address)] == [False, False, False, True]
     assert unraisable == ["not today"] * 3
-    source.refusing = False
+    source.refused.clear()
     cache.free(address)
     cache.empty_cache()
     cache.audit()
@@ -315,11 +373,11 @@ def test_a_finalizers_free_that_fails_while_a_request_waits(unraisable: list[str
     cache = Cache(source, AutoGrowthPolicy(retry_wait_s=0.1))
     block = cache.malloc(10 * MIB)
     cache.close()
-    source.refusing = True
+    source.refused = {10 * MIB}
     source.meanwhile = [partial(cache.free, block)]
     with pytest.raises(RuntimeError, match="not today"):
         cache.malloc(40 * MIB)  # by then the request itself gives back what is idle
     assert unraisable == ["not today"]
-    source.refusing = False
+    source.refused.clear()
     assert cache.malloc(40 * MIB)
     cache.audit()
