@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from devalloc.cache import describe
+from devalloc.cache import describe, forks
 from devalloc.cache import ledger as rows
 from devalloc.cache.bfc_policy import BfcPolicy
 from devalloc.cache.blocks import FREE, LIVE, Block, PoolSet
@@ -105,6 +105,7 @@ class Core(Owner):
         self._attention = False
         self.parking = Parking(self._store, self._settle)
         self._watch()
+        forks.watch(self)
 
     # The short way --------------------------------------------------------------------------------
 
@@ -273,6 +274,24 @@ class Core(Owner):
                 return
             with self._entered() as store:
                 store.give_back()
+
+    # Forks: see `devalloc.cache.forks` ------------------------------------------------------------
+
+    def hold(self, seconds: float) -> bool:
+        """Keep other threads out, if that can be had within ``seconds``."""
+        return self._lock.acquire(timeout=seconds)
+
+    def let_go(self) -> None:
+        self._lock.release()
+
+    def begin_in_child(self, held: bool) -> None:
+        """After a fork: whoever else was in the middle of a call, or waited, is not here."""
+        if not held:
+            self._lock = threading.RLock()
+            self._inside = False
+            self._store.asking = 0
+        self._freed = threading.Condition(self._lock)
+        self._out &= {threading.get_ident()}
 
     def _watch(self) -> None:
         store = self._store
