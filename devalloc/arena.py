@@ -165,7 +165,7 @@ class Arena(Owner):
         """Refuse new allocations and give back all memory that nobody uses.
 
         Memory of living tensors, heaps and blocks goes back when they do. Waits for streams that
-        still use freed memory. Closing twice is harmless.
+        still use freed memory. Closing again is harmless, and gives back what could not be before.
 
         Raises
         ------
@@ -174,10 +174,11 @@ class Arena(Owner):
         """
         if self._installed:
             raise InvalidArgument("the arena is PyTorch's allocator until the process ends")
-        if not self._closed:
-            self._closed = True
+        self._closed = True
+        try:
             if self._pytorch is not None:
                 self._pytorch.empty()
+        finally:
             self._cache.close()
 
     def __enter__(self) -> Arena:

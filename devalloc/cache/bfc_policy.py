@@ -7,6 +7,7 @@ appear in the report only.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
@@ -77,6 +78,12 @@ class BfcPolicy(Policy):
     def best_fit(self) -> bool:
         return not self.timestamps
 
+    def bind(self) -> BfcPolicy:
+        bound = copy.copy(self)
+        # Not with `attach`: the stamps of a store outlive a change of its limit.
+        bound._clock = bound._frontier = 0
+        return bound
+
     def attach(self, store: Store) -> None:
         if store.limit is None and (not self.growth or self.fragmentation_fraction):
             raise InvalidArgument(
@@ -89,7 +96,6 @@ class BfcPolicy(Policy):
             self._padding = int(self.fragmentation_fraction * store.limit)
         # At least one chunk: doubling from less would never reach a request.
         self._region = max(first // MIN_CHUNK * MIN_CHUNK, MIN_CHUNK)
-        self._clock = self._frontier = 0
 
     def round(self, nbytes: int) -> int:
         return max(MIN_CHUNK, round_up(nbytes, MIN_CHUNK))

@@ -2,12 +2,13 @@
 
 Concurrency: one lock for everything. A thread that holds it may be interrupted by a garbage
 collection whose finalizers free blocks of this same engine: such a free is only noted, and done
-when the interrupted call is over (`_inside`).
+when the interrupted call is over (`_inside`). A call that waits, or runs code of others, lets other
+threads in meanwhile and is as between two calls (`_out`): no lock is held then.
 
 The short way through `malloc` and `free` is for exact fits when nothing unusual is going on;
 `_attention` is set while something is: recorded uses by other streams, pending events, routes to
-private pools, history, waiting threads, a policy that wants to see every call. What is parked
-(`devalloc.cache.parking`) is freed before anything else happens.
+private pools, history, threads that are `_out`, a policy that wants to see every call. What is
+parked (`devalloc.cache.parking`) is freed before anything else happens.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from devalloc.cache import describe
+from devalloc.cache import describe, forks
 from devalloc.cache import ledger as rows
 from devalloc.cache.bfc_policy import BfcPolicy
 from devalloc.cache.blocks import FREE, LIVE, Block, PoolSet
+from devalloc.cache.finalizers import for_finalizers
 from devalloc.cache.parking import Parking
 from devalloc.cache.policies import make_policy
 from devalloc.cache.policy import Policy
@@ -88,11 +90,14 @@ class Core(Owner):
         self._stamps = isinstance(self.policy, BfcPolicy) and self.policy.timestamps
         self._share = share_streams
         self._store.shared = share_streams or self._stamps
-        self._store.free_noted = self._free_noted
         self._lock = threading.RLock()
         self._freed = threading.Condition(self._lock)
-        self._waiting = 0
         self._inside = False
+        # Whether what was noted must not wait for another call: a closed cache may see none.
+        self._urgent = False
+        self._closing = False
+        self._out: set[int] = set()
+        self._holders: list[Callable[[], object]] = []
         self._returned: deque[int] = deque()
         self._routes: list[Route] = []
         self._next_pool = 1
@@ -100,6 +105,7 @@ class Core(Owner):
         self._attention = False
         self.parking = Parking(self._store, self._settle)
         self._watch()
+        forks.watch(self)
 
     # The short way --------------------------------------------------------------------------------
 
@@ -184,6 +190,7 @@ class Core(Owner):
         with self._lock:
             if self._inside:
                 self._returned.append(address)
+                self._urgent = self._store.closed
                 return
             self._inside = True
             try:
@@ -218,6 +225,8 @@ class Core(Owner):
                     store.put_back(block)
             finally:
                 self._inside = False
+                if self._urgent:
+                    self._settle()
 
     # The whole way --------------------------------------------------------------------------------
 
@@ -231,22 +240,58 @@ class Core(Owner):
             try:
                 self._free_noted()
                 yield self._store
-                self._free_noted()
             finally:
-                self._watch()
-                if self._attention:
-                    self._free_noted()  # what was parked before the flag was up
-                self._inside = False
-
-    def _settle(self) -> None:
-        """Free what is parked, unless this thread is inside: then the next call does."""
-        with self._lock:
-            if not self._inside:
-                self._inside = True
                 try:
-                    self._free_noted()
+                    self._watch()
+                    self._free_noted()  # also what was parked before the flag was up
                 finally:
                     self._inside = False
+                    if self._urgent:
+                        self._settle()
+
+    def _settle(self) -> None:
+        """Free what is parked or noted, unless this thread is inside: then the next call does."""
+        with self._lock:
+            if self._inside:
+                self._urgent = self._store.closed
+                return
+            self._inside = True
+            try:
+                self._free_noted()
+            finally:
+                self._inside = False
+
+    def close(self) -> None:
+        """Give idle segments back now, and every other one when its last block is freed.
+
+        May be repeated: when the source has failed, what it left is given back.
+        """
+        with self._lock:
+            self._store.closed = True
+            self._attention = self.parking.closed = True
+            if self._inside:
+                self._urgent = self._closing = True
+                return
+            with self._entered() as store:
+                store.give_back()
+
+    # Forks: see `devalloc.cache.forks` ------------------------------------------------------------
+
+    def hold(self, seconds: float) -> bool:
+        """Keep other threads out, if that can be had within ``seconds``."""
+        return self._lock.acquire(timeout=seconds)
+
+    def let_go(self) -> None:
+        self._lock.release()
+
+    def begin_in_child(self, held: bool) -> None:
+        """After a fork: whoever else was in the middle of a call, or waited, is not here."""
+        if not held:
+            self._lock = threading.RLock()
+            self._inside = False
+            self._store.asking = 0
+        self._freed = threading.Condition(self._lock)
+        self._out &= {threading.get_ident()}
 
     def _watch(self) -> None:
         store = self._store
@@ -258,16 +303,23 @@ class Core(Owner):
             or store.closed
             or self._routes
             or store.history.recording
-            or self._waiting
+            or self._out
             or self.policy.careful
         )
 
     def _free_noted(self) -> None:
-        while self._returned:
-            self._free_if_live(self._returned.popleft())
+        self._urgent = False
+        if self._returned:
+            for_finalizers(self._free_if_live, self._take_returned())
         if self.parking.stacks:
-            for address in self.parking.clear():
-                self._free_if_live(address)
+            for_finalizers(self._free_if_live, self.parking.clear())
+        if self._closing:
+            self._closing = False
+            for_finalizers(StreamedStore.give_back, [self._store])
+
+    def _take_returned(self) -> Iterator[int]:
+        while self._returned:
+            yield self._returned.popleft()
 
     def _free_if_live(self, address: int) -> None:
         block = self._store.blocks.get(address)
@@ -280,6 +332,11 @@ class Core(Owner):
     def _malloc(self, nbytes: int, stream: int, freed_before: int | None) -> int:
         """Any allocation, under the lock."""
         store = self._store
+        if self._out and threading.get_ident() in self._out:
+            raise DevallocError(
+                "malloc was called from a callback that the same cache had called for want of "
+                "memory; such a callback may free, and must not allocate there"
+            )
         self._free_noted()
         if freed_before is not None:
             self._stamping_policy()
@@ -295,10 +352,7 @@ class Core(Owner):
         block = store.find(home, size, nbytes, freed_before)
         if block is None:
             request = Request(nbytes, size, index, stream, pools, freed_before)
-            if self._share and not store.captures:
-                block = store.find_elsewhere(request)
-            if block is None:
-                block = self._miss(request)
+            block = self._find_elsewhere(request) or self._miss(request)
         if self._attention:
             store.history.allocated(block)
         return block.address
@@ -322,52 +376,102 @@ class Core(Owner):
         return self._store.default
 
     def _miss(self, request: Request) -> Block:
-        """The policy's steps, then waiting for other threads' frees, then the error."""
+        """Who holds memory, the policy's steps, events, other threads' frees, then the error."""
         store = self._store
-        block = self.policy.miss(store, request)
-        deadline = time.monotonic() + self.policy.retry_wait_s
-        while block is None and not store.captures:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            self._await_free(min(left, _WAIT_SLICE_S))
-            store.process_events()
-            block = store.find_for(request) or self.policy.miss(store, request)
-        if block is None:
-            store.counts["num_ooms"] += 1
-            store.history.out_of_memory(request, store.room())
-            raise OutOfMemory(describe.failure(store, request)) from store.failure
-        return block
-
-    def _await_free(self, seconds: float) -> None:
-        """Let other threads in, until one frees something or the time is over."""
-        self._waiting += 1
-        self._attention = self.parking.closed = True
-        self._free_noted()
-        self._inside = False
         try:
-            self._freed.wait(seconds)
+            block = (
+                self._ask_holders(request)
+                or self.policy.miss(store, request)
+                or self._find_late(request)
+                or self._wait_for_frees(request)
+            )
+            if block is None:
+                store.counts["num_ooms"] += 1
+                store.history.out_of_memory(request, store.room())
+                raise OutOfMemory(describe.failure(store, request)) from store.failure
+            return block
+        finally:
+            store.failure = None  # whose traceback refers to all that the callers have
+
+    def _ask_holders(self, request: Request) -> Block | None:
+        """Run the callbacks of those who hold memory that they could free, and look again."""
+        if not self._holders:
+            return None
+        with self._let_others_in(request):
+            self._lock.release()
+            try:
+                for callback in tuple(self._holders):
+                    callback()
+            finally:
+                self._lock.acquire()
+        return self._find(request)
+
+    def _wait_for_frees(self, request: Request) -> Block | None:
+        """For a policy that waits: what another thread frees, or one more round of its steps."""
+        store = self._store
+        deadline = time.monotonic() + self.policy.retry_wait_s
+        while not store.captures and (left := deadline - time.monotonic()) > 0:
+            with self._let_others_in(request):
+                self._freed.wait(min(left, _WAIT_SLICE_S))
+            store.wait_for_events()
+            block = self._find(request) or self.policy.miss(store, request)
+            if block is not None:
+                return block
+        return None
+
+    def _find_late(self, request: Request) -> Block | None:
+        """What has become free while the policy tried, or does so by waiting for events; if that
+        does not serve as it is, the policy's steps once more."""
+        store = self._store
+        if store.captures:
+            return None
+        changed = bool(store.queues or self._returned or self.parking.stacks)
+        store.wait_for_events()
+        self._free_noted()
+        return self._find(request) or (self.policy.miss(store, request) if changed else None)
+
+    def _find(self, request: Request) -> Block | None:
+        return self._store.find_for(request) or self._find_elsewhere(request)
+
+    def _find_elsewhere(self, request: Request) -> Block | None:
+        """A block of another stream, if streams are shared and order is what the caller needs."""
+        if not self._share or self._store.captures or request.freed_before is not None:
+            return None
+        return self._store.find_elsewhere(request)
+
+    @contextmanager
+    def _let_others_in(self, request: Request) -> Iterator[None]:
+        """In the middle of a call: as between two. Give the lock away, and have it again."""
+        thread = threading.get_ident()
+        self._out.add(thread)
+        self._attention = self.parking.closed = True
+        try:
+            self._free_noted()
+            self._inside = False
+            yield
         finally:
             # Another thread can be inside only while it holds the lock, which is ours again.
             self._inside = True
-            self._waiting -= 1
-            self._free_noted()
+            self._out.discard(thread)
+        self._free_noted()
+        request.pools = self._pools_for(request.stream)  # others may have ended a route
 
     def _free(self, block: Block) -> None:
         """Any free, under the lock."""
         store = self._store
-        store.history.free_requested(block)
-        uses = store.uses.pop(block.address, None)
         foreign = bool(store.captures) and self._pools_for(block.home.stream) is not (
             store.privates.get(block.home.pool.owner, store.default)
         )
-        if uses or foreign:
-            store.defer(block, uses or set())
-        else:
-            store.complete(block, rows.FREE)
-        if self._waiting:
-            self._freed.notify_all()
-        self._watch()
+        try:
+            if foreign or block.address in store.uses:
+                store.defer(block)
+            else:
+                store.history.free_requested(block)
+                store.complete(block, rows.FREE)
+        finally:
+            if self._out:
+                self._freed.notify_all()
+            self._watch()
 
     def _live(self, address: int) -> Block:
         block = self._store.blocks.get(address)

@@ -105,8 +105,7 @@ class Cache(Graphs, Reports):
         bound = None if limit is None else parse_size(limit)
         with self._entered() as store:
             if bound is not None and store.taken > bound:
-                store.wait_for_events()
-                store.release_cached()
+                store.give_back()
                 if store.taken > bound:
                     raise InvalidArgument(
                         f"a limit of {format_size(bound)} is below the "
@@ -126,24 +125,17 @@ class Cache(Graphs, Reports):
         """
         with self._entered() as store:
             before = store.reserved
-            store.wait_for_events()
-            store.release_cached()
+            store.give_back()
             return before - store.reserved
-
-    def close(self) -> None:
-        """Give idle segments back now, and every other one when its last block is freed."""
-        with self._entered() as store:
-            store.closed = True
-            store.wait_for_events()
-            store.release_cached()
 
     def on_low_memory(self, callback: Callable[[], object]) -> None:
         """Call ``callback``, which may free blocks, before the source is asked for more.
 
-        It runs on the thread that allocates and must not allocate from this cache.
+        It runs on the thread that allocates, on several at once if several do, and holds no lock of
+        this cache: two caches may empty each other. It must not allocate from this cache.
         """
-        with self._entered() as store:
-            store.callbacks.append(callback)
+        with self._entered():
+            self._holders.append(callback)
 
     @property
     def outside(self) -> Outside:

@@ -114,8 +114,6 @@ class FrugalPolicy(Policy):
         return True
 
     def miss(self, store: Store, request: Request) -> Block | None:
-        if store.ask_holders() and (block := store.find_for(request)) is not None:
-            return block
         nbytes = self._segment_for(request.size)
         if store.may_release():
             needed, bound = store.reserved + nbytes, self._record

@@ -114,11 +114,13 @@ class Graphs(Core):
         try:
             yield
         finally:
-            with self._entered() as store:
-                self._routes.remove(route)
-                store.captures -= capture
-                store.end_capture()
-            pool.release()
+            try:
+                with self._entered() as store:
+                    self._routes.remove(route)
+                    store.captures -= capture
+                    store.end_capture()
+            finally:
+                pool.release()
 
     def change_uses(self, pools: PoolSet, change: int) -> None:
         """One graph more or fewer uses private pools; with none left, idle memory goes back."""

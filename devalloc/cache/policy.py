@@ -51,7 +51,8 @@ class Policy:
     zero_is_null: ClassVar[bool] = True
 
     def attach(self, store: Store) -> None:
-        """Begin to serve one engine: check options against its limit, forget earlier state."""
+        """Begin to serve one engine, or go on with another limit: check options against it, forget
+        what was learnt under the one before."""
 
     def bind(self) -> Policy:
         """A copy for one engine."""
@@ -91,7 +92,8 @@ class Policy:
         raise NotImplementedError
 
     def miss(self, store: Store, request: Request) -> Block | None:
-        """The steps after no free block served, in order; None when all failed."""
+        """The steps after no free block served, nor what callbacks freed, in order; None when all
+        failed."""
         raise NotImplementedError
 
     def freed(self, store: Store, block: Block) -> None:

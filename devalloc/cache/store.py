@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from devalloc.cache import ledger as rows
 from devalloc.cache.blocks import FREE, LIVE, Block, FreeList, Pool, PoolSet, Segment
+from devalloc.cache.each import for_each
 from devalloc.cache.outside import Outside
 from devalloc.errors import OutOfMemory
 
@@ -99,10 +100,6 @@ class Store:
     def wait_for_events(self) -> None:
         """Wait for the streams that keep freed blocks in use, so that these become free."""
 
-    def ask_holders(self) -> bool:
-        """Run the callbacks of those who hold memory they could free; whether there were any."""
-        return False
-
     def segment_changed(self, segment: Segment, action: str) -> None:
         """Called after ``segment_alloc`` and ``segment_free``."""
 
@@ -181,15 +178,34 @@ class Store:
                 self.order(home.stream, other.stream)
                 moved = True
             for address in addresses:
-                block = self.blocks[address]
-                other.remove(block.size, address)
-                block.home = home
-                home.add(block.size, address)
+                self._move(self.blocks[address], home)
             for address in addresses:
                 if address in self.blocks:
                     # Whoever merges keeps the later stamp.
                     self.settle(self.blocks[address], ignore_stamps=True)
         return moved
+
+    def unite(self, segment: Segment) -> bool:
+        """Make one block of a segment that is free throughout, whoever owned what of it; whether
+        it is. The owner's stream is ordered behind the others."""
+        if segment.idle:
+            return True
+        if not self.shared or any(block.state != FREE for block in segment.blocks()):
+            return False
+        home = segment.first.home
+        others = {block.home.stream for block in segment.blocks()} - {home.stream}
+        for stream in sorted(others):
+            self.order(home.stream, stream)
+        for block in segment.blocks():
+            self._move(block, home)
+        self.settle(segment.first, ignore_stamps=True)
+        return True
+
+    def _move(self, block: Block, home: FreeList) -> None:
+        """Make a free block another stream's."""
+        block.home.remove(block.size, block.address)
+        block.home = home
+        home.add(block.size, block.address)
 
     def _cut(self, block: Block, at: int) -> Block:
         """Cut a free block, which is in no list, ``at`` bytes from its start; enter the part that
@@ -305,7 +321,8 @@ class Store:
     def grow(self, request: Request, nbytes: int) -> Block | None:
         """Ask the source for a segment and serve the request from it.
 
-        The limit is checked first. None if either says no; `failure` then has the source's error.
+        The limit is checked first. None if either says no; `failure` then has the source's error,
+        until the request is over.
         """
         self.failure = None
         self.asking = nbytes
@@ -366,26 +383,33 @@ class Store:
         blocks = (self.blocks[at] for stream in sorted(lists) for _, at in lists[stream])
         return [block.segment for block in blocks if block.prev is None and block.next is None]
 
+    def release_idle(self, pools: PoolSet) -> None:
+        """Give back every idle segment of some pools, large ones first."""
+        if self.shared:
+            for segment in self.segments.values():
+                if segment.pool in pools.pools:
+                    self.unite(segment)
+        for_each(self.release, [at for index in (1, 0) for at in self.idle_segments(pools, index)])
+
+    def release_unused(self, pools: PoolSet) -> None:
+        """Give back what is idle of private pools that no graph uses; forget them when empty."""
+        if self.may_release():
+            self.release_idle(pools)
+            if pools.segments == 0:
+                del self.privates[pools.owner]
+
     def release_cached(self) -> int:
-        """Give back every idle segment of the default pools, large ones first, and of private
-        pools that nobody uses any more. Bytes given back; 0 during a capture."""
+        """Give back every idle segment of the default pools, and of private pools that nobody uses
+        any more. Bytes given back; 0 during a capture."""
         if not self.may_release():
             return 0
-        if self.shared:
-            for pool in self.default.pools:
-                if len(pool.lists) > 1:
-                    self.adopt(pool, pool.lists[min(pool.lists)])
-        for address in list(self.stamps):
-            if address in self.stamps:
-                self.settle(self.blocks[address], ignore_stamps=True)
-        released = 0
-        unused = [pools for pools in self.privates.values() if pools.uses == 0]
-        for pools in (self.default, *unused):
-            for index in (1, 0):
-                released += sum(map(self.release, self.idle_segments(pools, index)))
-            if pools is not self.default and pools.segments == 0:
-                del self.privates[pools.owner]
-        return released
+        before = self.reserved
+        try:
+            self.release_idle(self.default)
+        finally:
+            unused = [pools for pools in self.privates.values() if pools.uses == 0]
+            for_each(self.release_unused, unused)
+        return before - self.reserved
 
     # Looking --------------------------------------------------------------------------------------
 

@@ -6,19 +6,20 @@ C2  A block is reused on another stream only after an event proves the work done
 ``uses``      address -> streams that use a live block besides its owner
 ``queues``    stream -> events recorded there when a block was freed, oldest first; a block is
               pending while it has events, and counted in ``waiting``
-``deferred``  blocks freed during a capture, when no event may be recorded or queried
+``deferred``  blocks freed during a capture, when no event may be recorded or queried, and those of
+              which recording failed afterwards
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from devalloc.cache import ledger as rows
 from devalloc.cache.bfc_policy import BfcPolicy
-from devalloc.cache.blocks import FREE, PENDING, Block, PoolSet, Segment
+from devalloc.cache.blocks import FREE, PENDING, Block, Segment
+from devalloc.cache.each import for_each
 from devalloc.cache.history import History
 from devalloc.cache.policy import Policy
 from devalloc.cache.store import Store
@@ -41,8 +42,6 @@ class StreamedStore(Store):
         self.deferred: list[tuple[Block, set[int]]] = []
         self.captures = 0
         self.closed = False
-        self.callbacks: list[Callable[[], object]] = []
-        self.free_noted: Callable[[], None] = lambda: None
         self._stamping = policy if isinstance(policy, BfcPolicy) and policy.timestamps else None
 
     # What the plain store leaves open -------------------------------------------------------------
@@ -62,12 +61,6 @@ class StreamedStore(Store):
             for stream in sorted(others):
                 self.order(segment.stream, stream)
 
-    def ask_holders(self) -> bool:
-        for callback in self.callbacks:
-            callback()
-        self.free_noted()
-        return bool(self.callbacks)
-
     def segment_changed(self, segment: Segment, action: str) -> None:
         self.history.segment_changed(segment, action)
 
@@ -82,26 +75,33 @@ class StreamedStore(Store):
         pools = self.privates.get(block.home.pool.owner)
         if pools is not None and pools.uses == 0:
             self.release_unused(pools)
-        elif self.closed and block.segment.idle and self.may_release():
+        elif pools is None and self.closed and self.may_release() and self.unite(block.segment):
             self.release(block.segment)
         elif self.policy.careful:
             self.policy.freed(self, block)
 
-    def defer(self, block: Block, streams: set[int]) -> None:
-        """The block is free once ``streams`` have done what is queued there now."""
+    def defer(self, block: Block) -> None:
+        """The block is free once all that use it have done what is queued there now."""
+        streams = self.uses.get(block.address, set())
+        # First what can fail: the block lives on then.
+        events = [] if self.captures else self._record(streams)
+        self.uses.pop(block.address, None)
+        self.history.free_requested(block)
         self.ledger.rows.extend((block.size | rows.FREE_REQUESTED | block.home.pool.index, 0))
         block.state = PENDING
         if self.captures:
             self.deferred.append((block, streams))
         else:
-            self._record(block, streams)
+            self._enqueue(block, events)
 
-    def _record(self, block: Block, streams: set[int]) -> None:
-        self.waiting[block.address] = len(streams)
-        for stream in sorted(streams):
-            event = self.streams.record(stream)
+    def _record(self, streams: set[int]) -> list[tuple[int, Event]]:
+        return [(stream, self.streams.record(stream)) for stream in sorted(streams)]
+
+    def _enqueue(self, block: Block, events: list[tuple[int, Event]]) -> None:
+        self.waiting[block.address] = len(events)
+        for stream, event in events:
             self.queues.setdefault(stream, deque()).append((event, block))
-        if not streams:
+        if not events:
             self._finish(block)
 
     def _finish(self, block: Block) -> None:
@@ -113,14 +113,43 @@ class StreamedStore(Store):
         if self.waiting[block.address] == 0:
             self._finish(block)
 
+    def give_back(self) -> None:
+        """Give back all that is idle, with what events still hold; not during a capture."""
+        try:
+            self.wait_for_events()
+        finally:
+            self.release_cached()
+
     def end_capture(self) -> None:
         """Treat what was freed during captures, once the last one has ended."""
         if not self.captures:
-            deferred, self.deferred = self.deferred, []
-            for block, streams in deferred:
-                self._record(block, streams)
-            for pools in [at for at in self.privates.values() if at.uses == 0]:
-                self.release_unused(pools)
+            try:
+                self._record_deferred()
+            finally:
+                self._release_late()
+
+    def _release_late(self) -> None:
+        """Give back what nobody has a use for, and what a capture kept here."""
+        if self.closed:
+            self.release_cached()
+        else:
+            unused = [pools for pools in self.privates.values() if pools.uses == 0]
+            for_each(self.release_unused, unused)
+
+    def _record_deferred(self) -> None:
+        """Record the events that a capture forbade; where that fails, it is tried again later."""
+        deferred, self.deferred = self.deferred, []
+
+        def enqueue(entry: tuple[Block, set[int]]) -> None:
+            block, streams = entry
+            try:
+                events = self._record(streams)
+            except BaseException:
+                self.deferred.append(entry)
+                raise
+            self._enqueue(block, events)
+
+        for_each(enqueue, deferred)
 
     def process_events(self) -> None:
         """Free the pending blocks whose events have happened; asks each stream's oldest only."""
@@ -137,6 +166,8 @@ class StreamedStore(Store):
         """Wait for all events, unless a capture forbids it."""
         if self.captures:
             return
+        if self.deferred:
+            self._record_deferred()
         if self.queues:
             self.counts["num_sync_all_streams"] += 1
         for stream in list(self.queues):
@@ -154,7 +185,7 @@ class StreamedStore(Store):
         self.streams.synchronize()
         if stream in self.queues:
             self._drain(stream)
-        for users in self.uses.values():
+        for users in (*self.uses.values(), *(users for _, users in self.deferred)):
             users.discard(stream)
         self.uses = {address: users for address, users in self.uses.items() if users}
         for segment in self.segments.values():
@@ -173,18 +204,6 @@ class StreamedStore(Store):
                 for address in [address for _, address in pool.list_of(0)]:
                     if address in self.blocks:
                         self.settle(self.blocks[address], ignore_stamps=False)
-
-    # Private pools --------------------------------------------------------------------------------
-
-    def release_unused(self, pools: PoolSet) -> None:
-        """Give back what is idle of private pools that no graph uses; forget them when empty."""
-        if not self.may_release():
-            return
-        for index in (1, 0):
-            for segment in self.idle_segments(pools, index):
-                self.release(segment)
-        if pools.segments == 0:
-            del self.privates[pools.owner]
 
     # Reports --------------------------------------------------------------------------------------
 

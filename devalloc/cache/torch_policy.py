@@ -137,8 +137,6 @@ class TorchPolicy(Policy):
         )
 
     def miss(self, store: Store, request: Request) -> Block | None:
-        if store.ask_holders() and (block := store.find_for(request)) is not None:
-            return block
         if self.garbage_collection_threshold > 0 and store.may_release():
             self._collect(store)
         nbytes = two_pool_segment(request.size)

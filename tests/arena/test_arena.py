@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from devalloc import Arena, DoubleFree, InvalidArgument, OutOfMemory
 from devalloc.arena import Block
 from devalloc.cache import POLICIES, BfcPolicy, PrivatePool
 from devalloc.sources import HostSource
+from devalloc.sources.adaptors import LimitAdaptor
 from tests.arena.support import MIB, NumberSource
 from tests.conftest import ON_GPU
 
@@ -177,6 +179,20 @@ def test_running_out_is_torchs_error_too(arena: Arena) -> None:
             call()
         assert isinstance(caught.value, OutOfMemory)
         assert isinstance(caught.value, MemoryError)
+
+
+def test_an_error_of_the_source_keeps_nothing_of_its_callers() -> None:
+    arena = Arena(source=LimitAdaptor(HostSource(), 64 * MIB))
+
+    def step() -> torch.Tensor:
+        activations = arena.empty(40 * MIB, torch.uint8)
+        return arena.empty(30 * MIB, torch.uint8).add_(activations[0])
+
+    with contextlib.suppress(torch.OutOfMemoryError):
+        step()
+    assert live(arena) == 0
+    arena.empty_cache()
+    assert arena.cache.reserved == 0
 
 
 def test_limits() -> None:

@@ -10,7 +10,7 @@ import pytest
 from devalloc import InvalidArgument, InvalidFree, OutOfMemory
 from devalloc.cache import Cache
 from devalloc.sources import SimulatedSource
-from tests.arena.support import MIB, NumberSource, cache
+from tests.arena.support import MIB, FakeEvent, FakeStreams, NumberSource, cache
 
 
 def test_both_count_against_the_limit() -> None:
@@ -73,15 +73,18 @@ def test_a_source_that_refuses_a_free_keeps_the_segment() -> None:
 
 def test_nothing_waits_for_the_engine() -> None:
     """A thread is inside the engine and stays there: segments come and go all the same."""
-    engine, _ = cache(limit=64 * MIB)
     inside, leave = threading.Event(), threading.Event()
 
-    def hold() -> None:
-        inside.set()
-        assert leave.wait(20)
+    class Holding(FakeStreams):
+        def record(self, stream: int) -> FakeEvent:
+            inside.set()
+            assert leave.wait(20)
+            return super().record(stream)
 
-    engine.on_low_memory(hold)
-    holder = threading.Thread(target=engine.malloc, args=(MIB,))
+    engine, _ = cache(limit=64 * MIB, streams=Holding())
+    address = engine.malloc(MIB)
+    engine.record_stream(address, 2)
+    holder = threading.Thread(target=engine.free, args=(address,))
     holder.start()
     assert inside.wait(20)
     done = threading.Event()

@@ -11,8 +11,16 @@ from typing import ClassVar
 
 import pytest
 
-from devalloc import InvalidArgument, OutOfMemory
-from devalloc.cache import AutoGrowthPolicy, BfcPolicy, Cache, TinyPolicy, TorchPolicy, make_policy
+from devalloc import DevallocError, InvalidArgument, OutOfMemory
+from devalloc.cache import (
+    POLICIES,
+    AutoGrowthPolicy,
+    BfcPolicy,
+    Cache,
+    TinyPolicy,
+    TorchPolicy,
+    make_policy,
+)
 from devalloc.cache.bfc_policy import bin_of
 from devalloc.cache.blocks import FreeList
 from devalloc.cache.store import Store
@@ -393,6 +401,21 @@ def test_bfc_merges_unsafe_stamps_for_their_own_stream() -> None:
     assert (len(source.asked), source.freed) == (1, [])
 
 
+def test_time_goes_on_when_the_limit_changes() -> None:
+    engine, _ = cache(BfcPolicy(timestamps=True))
+    for _ in range(10):
+        engine.free(engine.malloc(MIB))
+    passed = engine.clock
+    engine.set_limit(2 * MIB)
+    block = engine.malloc(MIB, stream=1)
+    engine.free(block)
+    engine.set_safe_frontier(passed + 1)
+    assert engine.clock == passed + 1
+    assert engine.malloc(MIB, stream=2) != block, "its free came after the frontier"
+    again, _ = cache(engine.policy)
+    assert again.clock == 0
+
+
 def test_time_stamps_are_refused_elsewhere() -> None:
     engine, _ = cache("torch")
     with pytest.raises(InvalidArgument, match="time stamps"):
@@ -501,6 +524,47 @@ def test_auto_growth_retries_after_freeing() -> None:
 def test_bad_options(name: str, options: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
         make_policy(name, **options)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_holders_of_memory_are_asked(policy: str) -> None:
+    engine, source = cache(policy, limit=20 * MIB)
+    held = [engine.malloc(20 * MIB)]
+    engine.on_low_memory(lambda: [engine.free(held.pop()) for _ in list(held)])
+    assert engine.malloc(20 * MIB)
+    assert len(source.asked) == 1
+    with pytest.raises(OutOfMemory):
+        engine.malloc(20 * MIB)
+    engine.audit()
+
+
+def test_holders_must_not_allocate_and_may_fail() -> None:
+    engine, _ = cache()
+    engine.on_low_memory(lambda: engine.malloc(MIB))
+    for _ in range(2):
+        with pytest.raises(DevallocError, match="must not allocate"):
+            engine.malloc(30 * MIB)
+        assert engine.stats()["allocation.all.current"] == 0
+
+
+def test_holders_may_do_everything_else() -> None:
+    engine, source = cache()
+    pool = engine.private_pool()
+    route = engine.route(pool, accepts=lambda stream: stream == 3)
+    route.__enter__()
+    closing = [lambda: route.__exit__(None, None, None), pool.release]
+
+    def end_route() -> None:
+        while closing:
+            closing.pop(0)()
+        engine.empty_cache()
+
+    engine.on_low_memory(end_route)
+    address = engine.malloc(30 * MIB, stream=3)
+    engine.audit()
+    engine.free(address)
+    assert engine.empty_cache() == 30 * MIB, "it is not of the pool that is gone"
+    assert not source.live
 
 
 def test_one_policy_object_serves_several_caches() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from devalloc import InvalidArgument, OutOfMemory
-from devalloc.cache import Cache
-from tests.arena.support import MIB, FakeStreams, NumberSource
+from devalloc.cache import POLICIES, AutoGrowthPolicy, BfcPolicy, Cache
+from tests.arena.support import MIB, FakeEvent, FakeStreams, NumberSource
 
 
 @pytest.fixture
@@ -56,6 +58,54 @@ def test_running_out_waits_for_events(streams: FakeStreams) -> None:
     engine.malloc(30 * MIB)
     assert streams.done == {2: 1}
     assert engine.stats()["num_sync_all_streams"] == 1
+
+
+def free_in_use(engine: Cache, block: int) -> None:
+    """Free a block that another stream still uses."""
+    engine.record_stream(block, 2)
+    engine.free(block)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_waits_for_events_at_the_limit(policy: str, streams: FakeStreams) -> None:
+    engine = Cache(NumberSource(), policy, limit=20 * MIB, streams=streams)
+    free_in_use(engine, engine.malloc(20 * MIB))
+    assert engine.malloc(20 * MIB)
+    engine = Cache(NumberSource(), policy, limit=40 * MIB, streams=streams)
+    free_in_use(engine, engine.malloc(20 * MIB))
+    assert engine.malloc(40 * MIB), "what has become idle goes back for it"
+    engine.audit()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_events_have_freed_is_found_in_divided_segments(
+    policy: str, streams: FakeStreams
+) -> None:
+    engine = Cache(NumberSource(), policy, limit=20 * MIB, streams=streams)
+    engine.free(engine.malloc(20 * MIB))
+    blocks = [engine.malloc(2 * MIB) for _ in range(10)]
+    for block in blocks[:7]:
+        free_in_use(engine, block)
+    assert engine.malloc(8 * MIB)
+    engine.audit()
+
+
+@pytest.mark.parametrize("policy", [BfcPolicy, AutoGrowthPolicy])
+def test_a_request_that_waits_takes_what_other_streams_free(
+    policy: type[BfcPolicy | AutoGrowthPolicy], source: NumberSource, streams: FakeStreams
+) -> None:
+    engine = Cache(
+        source,
+        policy(retry_wait_s=20),
+        limit=2 * MIB,
+        streams=streams,
+        share_streams=True,
+    )
+    blocks = [engine.malloc(MIB, stream=1) for _ in range(2)]
+    threading.Timer(0.1, engine.free, [blocks[0]]).start()
+    assert engine.malloc(MIB, stream=2) == blocks[0]
+    assert streams.waits == [(2, 1)]
+    engine.audit()
 
 
 def test_sharing_takes_the_best_block_of_another_stream_in_order(streams: FakeStreams) -> None:
@@ -186,8 +236,6 @@ def test_routes_by_stream(engine: Cache) -> None:
 
 
 def test_routes_by_thread(engine: Cache) -> None:
-    import threading
-
     pool = engine.private_pool()
     with engine.route(pool):
         thread = threading.Thread(target=engine.malloc, args=(30 * MIB,))
@@ -195,6 +243,165 @@ def test_routes_by_thread(engine: Cache) -> None:
         thread.join()
     ids = [segment["segment_pool_id"] for segment in engine.snapshot()["segments"]]  # type: ignore
     assert ids == [(0, 0)]
+
+
+# Closed caches ------------------------------------------------------------------------------------
+
+
+def test_closing_during_a_capture_gives_back_at_its_end(
+    engine: Cache, source: NumberSource, streams: FakeStreams
+) -> None:
+    used = engine.malloc(40 * MIB)
+    engine.free(engine.malloc(30 * MIB))
+    with engine.private_pool() as pool, engine.route(pool, capture=True):
+        engine.close()
+        engine.free(used)
+        assert source.freed == []
+    assert not source.live
+
+
+def test_closing_leaves_a_graph_its_memory(engine: Cache, source: NumberSource) -> None:
+    pool = engine.private_pool()
+    with engine.route(pool, capture=True):
+        block = engine.malloc(30 * MIB)
+    engine.close()
+    engine.free(block)
+    assert source.freed == [], "the graph still writes there when it is replayed"
+    pool.release()
+    assert not source.live
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_closed_caches_give_back_what_several_streams_owned(
+    policy: str, order: tuple[int, int], source: NumberSource, streams: FakeStreams
+) -> None:
+    engine = Cache(source, policy, streams=streams, share_streams=True)
+    engine.free(engine.malloc(MIB, stream=1))
+    blocks = [engine.malloc(MIB // 2, stream=at) for at in (1, 2)]
+    engine.close()
+    for at in order:
+        engine.free(blocks[at])
+        engine.audit()
+    assert not source.live
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_unused_pools_give_back_what_several_streams_owned(
+    policy: str, source: NumberSource, streams: FakeStreams
+) -> None:
+    engine = Cache(source, policy, streams=streams, share_streams=True)
+    with engine.private_pool() as pool:
+        with engine.route(pool):
+            engine.free(engine.malloc(MIB, stream=1))
+            blocks = [engine.malloc(MIB // 2, stream=at) for at in (1, 2)]
+        assert len(source.live) == 1, "streams share"
+        engine.free(blocks[0])
+    engine.free(blocks[1])
+    engine.audit()
+    assert not source.live
+
+
+def test_closed_caches_give_back_stamped_neighbours(source: NumberSource) -> None:
+    engine = Cache(source, BfcPolicy(timestamps=True))
+    blocks = [engine.malloc(MIB) for _ in range(2)]
+    engine.close()
+    for block in blocks:
+        engine.free(block)
+    engine.audit()
+    assert not source.live
+
+
+# Failures -----------------------------------------------------------------------------------------
+
+
+class Failing(FakeStreams):
+    """Cannot record on some streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken: set[int] = set()
+
+    def record(self, stream: int) -> FakeEvent:
+        if stream in self.broken:
+            raise RuntimeError("no event")
+        return super().record(stream)
+
+
+def test_a_free_that_cannot_record_changes_nothing(source: NumberSource) -> None:
+    streams = Failing()
+    engine = Cache(source, "torch", streams=streams)
+    engine.record_history()
+    block = engine.malloc(30 * MIB)
+    for user in (2, 3):
+        engine.record_stream(block, user)
+    before = engine.stats()
+    streams.broken = {3}
+    with pytest.raises(RuntimeError, match="no event"):
+        engine.free(block)
+    engine.audit()
+    assert engine.stats() == before
+    assert engine.owns(block)
+    streams.broken.clear()
+    engine.free(block)
+    assert engine.malloc(30 * MIB) != block, "both streams still use it"
+    (trace,) = engine.snapshot()["device_traces"]  # type: ignore[misc]
+    assert [entry["action"] for entry in trace].count("free_requested") == 1
+    assert engine.empty_cache() == 30 * MIB
+    engine.audit()
+
+
+def test_what_cannot_be_recorded_after_a_capture_is_tried_again(source: NumberSource) -> None:
+    streams = Failing()
+    engine = Cache(source, "torch", streams=streams)
+    blocks = [engine.malloc(30 * MIB) for _ in range(5)]
+    for user, block in enumerate(blocks, 1):
+        engine.record_stream(block, user)
+    pool = engine.private_pool()
+    streams.broken = {2, 4}
+
+    def capture() -> None:
+        with engine.route(pool, capture=True):
+            for block in blocks:
+                engine.free(block)
+
+    with pytest.raises(RuntimeError, match="no event"):
+        capture()
+    assert pool.uses == 1, "the capture's use has ended all the same"
+    engine.audit()
+    for user in (1, 2, 3, 4, 5):
+        streams.advance(user)
+    assert sorted(engine.malloc(30 * MIB) for _ in range(3)) == [blocks[at] for at in (0, 2, 4)]
+    with pytest.raises(RuntimeError, match="no event"):
+        engine.empty_cache()
+    streams.broken = {4}
+    engine.forget_stream(4)  # which has nothing left to do
+    assert engine.empty_cache() == 60 * MIB
+    engine.audit()
+
+
+def test_a_source_that_fails_at_the_end_of_a_capture(streams: FakeStreams) -> None:
+    class Refusing(NumberSource):
+        refusing = True
+
+        def free(self, address: int, nbytes: int) -> None:
+            if self.refusing:
+                raise RuntimeError("not today")
+            super().free(address, nbytes)
+
+    source = Refusing()
+    engine = Cache(source, "torch", streams=streams)
+    unused, pool = engine.private_pool(), engine.private_pool()
+    with engine.route(unused):
+        engine.free(engine.malloc(30 * MIB))
+    with pytest.raises(RuntimeError, match="not today"), engine.route(pool, capture=True):
+        unused.release()
+    assert pool.uses == 1
+    source.refusing = False
+    pool.release()
+    engine.empty_cache()
+    assert not source.live
+    engine.audit()
 
 
 class StreamOrdered(NumberSource):

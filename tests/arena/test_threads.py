@@ -11,17 +11,18 @@ import gc
 import random
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
 
 from devalloc import Arena, OutOfMemory
 from devalloc.arena import Block
-from devalloc.cache import Cache
+from devalloc.cache import AutoGrowthPolicy, Cache
 from devalloc.sources import HostSource
 from devalloc.sources.adaptors import FaultAdaptor, StatisticsAdaptor
-from tests.arena.support import KIB, MIB, NumberSource
+from tests.arena.support import KIB, MIB, FakeEvent, FakeStreams, NumberSource
 
 THREADS = 8
 SHORT, LONG = 20_000, 100_000
@@ -208,6 +209,33 @@ def test_many_threads_with_arenas_for_long(failing: float) -> None:
     arena_stress(LONG, failing)
 
 
+# Callbacks ----------------------------------------------------------------------------------------
+
+
+def test_two_caches_may_empty_each_other() -> None:
+    caches = [Cache(NumberSource(), "torch") for _ in range(2)]
+    # Nobody goes on before both are in the middle of their requests.
+    meeting = threading.Barrier(2)
+    for cache, other in zip(caches, reversed(caches), strict=True):
+        cache.on_low_memory(lambda: meeting.wait(20))
+        cache.on_low_memory(other.empty_cache)
+
+    def work(cache: Cache) -> None:
+        for _ in range(50):
+            cache.free(cache.malloc(30 * MIB))
+            cache.empty_cache()
+
+    threads = [threading.Thread(target=work, args=(cache,), daemon=True) for cache in caches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "each waits for the other"
+    for cache in caches:
+        cache.audit()
+        assert cache.reserved == 0
+
+
 # Finalizers ---------------------------------------------------------------------------------------
 
 
@@ -235,4 +263,121 @@ def test_a_collection_may_free_in_the_middle_of_any_call() -> None:
         gc.set_threshold(*threshold)
     gc.collect()
     assert cache.stats()["allocation.all.current"] == 0
+    cache.audit()
+
+
+class Interrupting(NumberSource):
+    """Does in the middle of the engine's next calls what a finalizer would; refuses some frees."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        super().__init__(capacity)
+        self.meanwhile: list[Callable[[], object]] = []
+        self.refused: set[int] = set()
+
+    def allocate(self, nbytes: int) -> int:
+        while self.meanwhile:
+            self.meanwhile.pop()()
+        return super().allocate(nbytes)
+
+    def free(self, address: int, nbytes: int) -> None:
+        if nbytes in self.refused:
+            raise RuntimeError("not today")
+        super().free(address, nbytes)
+
+
+class InterruptingStreams(FakeStreams):
+    """The same within a free of what other streams use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meanwhile: list[Callable[[], object]] = []
+
+    def record(self, stream: int) -> FakeEvent:
+        while self.meanwhile:
+            self.meanwhile.pop()()
+        return super().record(stream)
+
+
+def test_a_finalizer_may_close_in_the_middle_of_an_allocation() -> None:
+    source = Interrupting()
+    cache = Cache(source, "torch")
+    cache.free(cache.malloc(30 * MIB))
+    source.meanwhile = [cache.close]
+    address = cache.malloc(40 * MIB)
+    cache.free(address)
+    assert not source.live
+    cache.audit()
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["close", "free what is closed"])
+def test_what_a_finalizer_asks_of_a_closed_cache_waits_for_no_other_call(last: bool) -> None:
+    source, streams = NumberSource(), InterruptingStreams()
+    cache = Cache(source, "torch", streams=streams)
+    other, address = cache.malloc(20 * MIB), cache.malloc(30 * MIB)
+    cache.record_stream(address, 2)
+    if last:
+        cache.close()
+        streams.meanwhile = [partial(cache.free, other)]
+    else:
+        cache.free(other)
+        streams.meanwhile = [cache.close]
+    cache.free(address)
+    assert set(source.live.values()) <= {30 * MIB}, "at most what an event guards"
+    cache.close()
+    assert not source.live
+    cache.audit()
+
+
+def test_a_close_that_fails_may_be_repeated() -> None:
+    source = Interrupting()
+    arena = Arena(source=source)
+    for block in [arena.alloc(size * MIB) for size in (30, 40, 50)]:
+        arena.free(block)
+    source.refused = {40 * MIB}
+    with pytest.raises(RuntimeError, match="not today"):
+        arena.close()
+    assert list(source.live.values()) == [40 * MIB], "the others went back"
+    arena.cache.audit()
+    source.refused.clear()
+    arena.close()
+    assert not source.live
+
+
+@pytest.fixture
+def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What Python was told of errors in finalizers."""
+    told: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: told.append(str(args.exc_value)))
+    return told
+
+
+def test_a_finalizers_free_that_fails_stops_nothing(unraisable: list[str]) -> None:
+    source = Interrupting()
+    cache = Cache(source, "torch")
+    blocks = [cache.malloc(30 * MIB) for _ in range(3)]
+    cache.close()
+    source.refused = {30 * MIB}
+    source.meanwhile = [partial(cache.free, block) for block in blocks]
+    address = cache.malloc(40 * MIB)
+    assert [cache.owns(block) for block in (*blocks, address)] == [False, False, False, True]
+    assert unraisable == ["not today"] * 3
+    source.refused.clear()
+    cache.free(address)
+    cache.empty_cache()
+    cache.audit()
+    assert not source.live
+
+
+def test_a_finalizers_free_that_fails_while_a_request_waits(unraisable: list[str]) -> None:
+    source = Interrupting(capacity=40 * MIB)
+    cache = Cache(source, AutoGrowthPolicy(retry_wait_s=0.1))
+    block = cache.malloc(10 * MIB)
+    cache.close()
+    source.refused = {10 * MIB}
+    source.meanwhile = [partial(cache.free, block)]
+    with pytest.raises(RuntimeError, match="not today"):
+        cache.malloc(40 * MIB)  # by then the request itself gives back what is idle
+    assert unraisable == ["not today"]
+    source.refused.clear()
+    assert cache.malloc(40 * MIB)
     cache.audit()
