@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 _STAYS: set[Stay] = set()
 
 
+class InUse(IndexError):
+    """Others refer to what was parked: there is nothing to take, as in an empty stack."""
+
+
 class Stay:
     """One block from its allocation to its free, with all its users in turn.
 
@@ -50,7 +54,18 @@ class Stay:
     told: int
 
     def take(self) -> Any:
-        """For who took the stay from its stack: the object for the next user."""
+        """For who took the stay from its stack: the object for the next user.
+
+        Raises
+        ------
+        InUse
+            If others refer to the block for all that. It is freed when the last of them ends.
+        """
+        raise NotImplementedError
+
+    def vacate(self) -> bool:
+        """For who took the stay from its stack: whether the block may be freed. If not, it is
+        freed when the last who refers to it ends."""
         raise NotImplementedError
 
     def forget(self) -> None:
@@ -147,6 +162,8 @@ class Parking:
                     stay = stack.pop()
                 except IndexError:  # another thread's now
                     break
+                if not stay.vacate():
+                    continue
                 _STAYS.discard(stay)
                 if stay.turns != stay.told:
                     self._note_turns(stay)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import subprocess
 import sys
@@ -99,6 +100,64 @@ def test_what_refers_to_the_memory_keeps_it(
     del kept
     assert arena.stats()["allocation.all.current"] == 5
     arena.cache.audit()
+
+
+MOVES: dict[str, Callable[[torch.Tensor], object]] = {
+    "data": lambda tensor: setattr(tensor, "data", torch.zeros(SHAPE)),
+    "set_": lambda tensor: tensor.set_(),
+    "another of the arena": lambda tensor: tensor.set_(OTHER.empty(SHAPE)),
+}
+
+OTHER = Arena(source="host")
+
+ENGINE: dict[str, Callable[[Arena], object]] = {
+    "nothing": lambda arena: None,
+    "stats": lambda arena: arena.stats(),
+    "empty_cache": lambda arena: arena.empty_cache(),
+    "close": lambda arena: arena.close(),
+}
+
+
+@pytest.mark.parametrize("ask", ENGINE.values(), ids=ENGINE)
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize("keeper", ["detached", "parameter", "numpy", "dlpack", "view"])
+def test_who_has_the_memory_of_a_tensor_that_was_moved_keeps_it(
+    arena: Arena,
+    ask: Callable[[Arena], object],
+    move: Callable[[torch.Tensor], object],
+    keeper: str,
+) -> None:
+    """Its place in the counts is filled by another, who looks like the tensor that ends."""
+    tensor = arena.empty(SHAPE).fill_(5)
+    address = tensor.data_ptr()
+    kept = KEEPERS[keeper](tensor)
+    move(tensor)
+    del tensor
+    ask(arena)
+    if not arena.closed:
+        others = [arena.empty(SHAPE).fill_(9) for _ in range(3)]
+        assert address not in [other.data_ptr() for other in others]
+        del others
+    assert (ctypes.c_float * SHAPE[0]).from_address(address)[:] == [5] * SHAPE[0]
+    assert arena.stats()["allocation.all.current"] == 1
+    del kept
+    stats = arena.stats()
+    assert stats["allocation.all.current"] == 0
+    assert stats["allocation.all.allocated"] == stats["allocation.all.freed"]
+    arena.cache.audit()
+
+
+def test_who_looks_later_is_not_there_any_more(arena: Arena) -> None:
+    """A weak reference is left of who had the memory; the storage is not another's under it."""
+    tensor = arena.empty(SHAPE)
+    kept = tensor.detach()
+    tensor.set_()
+    del tensor
+    storage = weakref.ref(kept.untyped_storage())
+    del kept
+    arena.empty(SHAPE)
+    assert storage() is None
+    assert arena.stats()["allocation.all.current"] == 0
 
 
 def test_a_weak_reference_to_the_storage_sees_it_end(arena: Arena) -> None:
