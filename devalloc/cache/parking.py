@@ -43,15 +43,18 @@ class Stay:
         What a request must be equal to; the last entry is the stream that owns the block.
     turns : int
         Users after the first. Changed only by who took the stay from its stack.
+    stack : Stack
+        Where it was parked last, which spares looking it up by the key; or one that is retired.
     """
 
-    __slots__ = ("address", "cache", "key", "told", "turns")
+    __slots__ = ("address", "cache", "key", "stack", "told", "turns")
 
     cache: Core
     address: int
     key: tuple[Hashable, ...]
     turns: int
     told: int
+    stack: Stack
 
     def take(self) -> Any:
         """For who took the stay from its stack: the object for the next user.
@@ -86,6 +89,10 @@ class Stack(list[Stay]):
         self.retired = False
 
 
+_NOWHERE = Stack()
+_NOWHERE.retired = True
+
+
 class Parking:
     """What is parked of one engine.
 
@@ -118,22 +125,23 @@ class Parking:
 
     def enter(self, stay: Stay) -> None:
         """Keep a new stay until it ends."""
+        stay.stack = _NOWHERE
         _STAYS.add(stay)
 
     def park(self, stay: Stay) -> None:
         """Leave the block to the next user. Not while `closed`."""
-        stack = None
-        while stack is None or stack.retired:
-            if stack is not None:
-                # Emptied after it was looked up, and nobody will look again: take one out.
-                try:
-                    stay = stack.pop()
-                except IndexError:
-                    return
-            stack = self.stacks.get(stay.key)
-            if stack is None:
-                stack = self.stacks.setdefault(stay.key, Stack())
+        while True:
+            stack = stay.stack
+            if stack.retired:
+                stack = stay.stack = self.stacks.setdefault(stay.key, Stack())
             stack.append(stay)
+            if not stack.retired:
+                break
+            # Emptied after it was looked at, and nobody will look again: take one out.
+            try:
+                stay = stack.pop()
+            except IndexError:
+                return
         if self.closed:
             self._settle()
 
