@@ -13,6 +13,8 @@ template, and not assumed of a version of PyTorch. A tensor that ends is counted
 was moved to another storage (``set_``, ``tensor.data = ...``), and who holds this one then looks
 like it. So the counts are asked again before a parked block is given away or back, when the tensor
 is really gone.
+
+Nor need the storage still lie over the block: ``share_memory_`` replaces what is in it.
 """
 
 from __future__ import annotations
@@ -120,6 +122,7 @@ class TensorStay(Stay):
             _uses_in_c(self._handle) != self._idle_in_c
             or _uses_in_python(self._storage) != self._idle_in_python
             or _weak_references(self._storage)
+            or self._storage.data_ptr() != self.address
         ):
             self._await_others()
             raise InUse

@@ -160,6 +160,26 @@ def test_who_looks_later_is_not_there_any_more(arena: Arena) -> None:
     assert arena.stats()["allocation.all.current"] == 0
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_a_storage_in_shared_memory_is_not_parked(arena: Arena, held: bool) -> None:
+    """What was the block's storage lies elsewhere then, where another process may write."""
+    tensor = arena.empty(SHAPE)
+    address = tensor.data_ptr()
+    if held:  # shared by another, when the tensor has gone
+        kept = tensor.detach()
+        tensor.set_()
+        del tensor
+        tensor = kept
+        del kept
+    tensor.share_memory_()
+    assert tensor.data_ptr() != address
+    del tensor
+    after = arena.empty(SHAPE)
+    assert not after.is_shared()
+    assert after.data_ptr() == address
+    assert arena.stats()["allocation.all.current"] == 1
+
+
 def test_a_weak_reference_to_the_storage_sees_it_end(arena: Arena) -> None:
     tensor = arena.empty(SHAPE)
     ended: list[bool] = []
