@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from devalloc.arena_options import known_source, resolve_limit, resolve_source
+from devalloc.arena_options import known_source, resolve_limit, resolve_source, resolve_stream
 from devalloc.arguments import sizes_of
 from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import InvalidArgument, OutOfMemory
@@ -77,7 +77,8 @@ class Arena(Owner):
     Notes
     -----
     All methods may be called from any thread. Allocation and free wait for nothing unless memory
-    runs out; what is allocated belongs to the current stream, or to the one that is named.
+    runs out; what is allocated belongs to the current stream, or to the one that is named. CUDA's
+    per-thread default stream is refused: its handle, 2, means another stream in each thread.
     """
 
     def __init__(
@@ -276,8 +277,7 @@ class Arena(Owner):
     def _malloc(self, nbytes: int, stream: int | None) -> int:
         cache = self._cache
         owner = self._streams.current() if stream is None else stream
-        if type(owner) is not int:
-            raise InvalidArgument(f"a stream is given by its handle, an int, not {owner!r}")
+        owner = resolve_stream(owner, self.device)
         try:
             try:
                 return cache.malloc(nbytes, owner)
@@ -326,7 +326,8 @@ class Arena(Owner):
         Raises
         ------
         InvalidArgument
-            If the memory is not a live allocation of this arena, or the stream not of its device.
+            If the memory is not a live allocation of this arena, or the stream not of its device,
+            or CUDA's per-thread default stream.
         """
         handle = stream if isinstance(stream, int) else self._handle(stream)
         if isinstance(what, Block):
@@ -339,7 +340,7 @@ class Arena(Owner):
             place = f"a tensor on {what.device}" if isinstance(what, torch.Tensor) else repr(what)
             raise InvalidArgument(f"{place} is no memory of {self!r}")
         if address:
-            self._cache.record_stream(address, handle)
+            self._cache.record_stream(address, resolve_stream(handle, self.device))
 
     def _is_here(self, device: torch.device) -> bool:
         # The device of a source of the caller's may have no index.

@@ -1,4 +1,4 @@
-"""What a user may write for an arena, made definite: sources and limits."""
+"""What a user may write for an arena, made definite: sources, limits, streams."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ _SOURCES: dict[str, Callable[[torch.device], Source]] = {
     "async": AsyncSource,
     "host": lambda device: HostSource(),
 }
+
+# CUDA's names for its two default streams, as handles. The legacy one is 0 too.
+_LEGACY_DEFAULT = 1
+_PER_THREAD_DEFAULT = 2
 
 _MEMORY = ("device", "granularity", "allocate", "free", "view")
 """What an object must have to be asked for memory."""
@@ -72,3 +76,17 @@ def _device_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def resolve_stream(stream: int, device: torch.device) -> int:
+    """The handle of the stream under which the engine knows it."""
+    if type(stream) is not int:
+        raise InvalidArgument(f"a stream is given by its handle, an int, not {stream!r}")
+    if device.type != "cuda":
+        return stream
+    if stream == _PER_THREAD_DEFAULT:
+        raise InvalidArgument(
+            "the per-thread default stream (handle 2) is another stream in each thread, which an "
+            "arena cannot tell apart; use a stream that was created, or the default stream 0"
+        )
+    return 0 if stream == _LEGACY_DEFAULT else stream
