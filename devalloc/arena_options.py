@@ -19,7 +19,7 @@ _SOURCES: dict[str, Callable[[torch.device], Source]] = {
 }
 
 # CUDA's names for its two default streams, as handles. The legacy one is 0 too.
-_LEGACY_DEFAULT = 1
+LEGACY_DEFAULT = 1
 _PER_THREAD_DEFAULT = 2
 
 _MEMORY = ("device", "granularity", "allocate", "free", "view")
@@ -89,4 +89,4 @@ def resolve_stream(stream: int, device: torch.device) -> int:
             "the per-thread default stream (handle 2) is another stream in each thread, which an "
             "arena cannot tell apart; use a stream that was created, or the default stream 0"
         )
-    return 0 if stream == _LEGACY_DEFAULT else stream
+    return 0 if stream == LEGACY_DEFAULT else stream

@@ -72,6 +72,17 @@ class Cache(Graphs, Reports):
             store.forget_stream(stream)
             self.parking.forget_stream(stream)
 
+    def order_behind(self, address: int, stream: int) -> None:
+        """Order what the block's stream does from now on behind what is queued on ``stream`` now.
+
+        The stream is the one that owns the block by now (`forget_stream`). Also for finalizers that
+        interrupt this cache.
+        """
+        with self._lock:
+            owner = self._live(address).home.stream
+            if stream != owner:
+                self.streams.wait(owner, self.streams.record(stream))
+
     def process_events(self) -> None:
         """Make freed blocks available whose streams are done; every malloc does it too."""
         with self._entered() as store:
