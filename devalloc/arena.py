@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from devalloc.arena_options import known_source, resolve_limit, resolve_source, resolve_stream
+from devalloc.arena_options import cuda_place_of, resolve_limit, resolve_source, resolve_stream
 from devalloc.arguments import sizes_of
 from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import InvalidArgument, OutOfMemory
@@ -136,8 +136,8 @@ class Arena(Owner):
         Raises
         ------
         InvalidArgument
-            If CUDA is in use by PyTorch already, if there is an arena for this device, or as of
-            `Arena`; also if there is no CUDA device.
+            If CUDA is in use by PyTorch already, if there is an arena for this device, if device or
+            source are not of CUDA, or as of `Arena`; also if there is no CUDA device.
         DevallocError
             If this PyTorch has no pluggable allocators, or the callbacks cannot be compiled: they
             need the C compiler and the headers of Python that Triton needs.
@@ -146,10 +146,11 @@ class Arena(Owner):
 
         if not torch.cuda.is_available():
             raise InvalidArgument("no CUDA device is available: there is no allocator to replace")
-        if isinstance(source, str):
-            known_source(source)
-        # Options that cannot work are found without memory: what follows cannot be undone.
-        cls(source=SimulatedSource(), policy=policy, limit=limit)
+        # What cannot work is found without memory, and without CUDA: what follows cannot be undone.
+        pluggable.require_unserved(cuda_place_of(device, source))
+        trial = SimulatedSource()
+        trial.granularity = getattr(source, "granularity", trial.granularity)
+        cls(source=trial, policy=policy, limit=limit)
         pluggable.replace_allocator()
         arena = cls(device, source, policy, limit, share_streams=share_streams)
         pluggable.serve(arena._cache, arena)
