@@ -8,10 +8,10 @@ reports, as if every free had come at once; only the choice of the block for an 
 not the policy's.
 
 Concurrency: no lock, for objects end in the midst of anything, of a collection inside the engine
-too. Every step is one operation on a list or a dict, atomic in CPython. `Parking.leave` retires the
-stacks that it empties; who pushes on one looks afterwards whether it is retired, or parking closed,
-and then has the engine free what nobody else would find. Which of two threads takes an entry is
-decided by ``pop``. A closed parking gives nothing out, whatever is pushed late.
+too. Every step is one operation on a list, a set or a dict, atomic in CPython. `Parking.clear`
+retires the stacks that it empties; who pushes on one looks afterwards whether it is retired, or
+parking closed, and then has the engine free what nobody else would find. Which of two threads takes
+an entry is decided by ``pop``. A closed parking gives nothing out, whatever is pushed late.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ class Parking:
         self._enter_turns()
 
     def _stays(self) -> list[Stay]:
-        return [stay for stay in tuple(_STAYS) if stay.cache.parking is self]
+        # (A copy of a set is one operation; to go through one, as `tuple` does, is not.)
+        return [stay for stay in _STAYS.copy() if stay.cache.parking is self]
 
     def _enter_turns(self) -> None:
         while self._turned:

@@ -226,6 +226,32 @@ def test_turns_are_counted_once(arena: Arena) -> None:
     assert stats["requested_bytes.all.allocated"] == 5 * 20
 
 
+def test_a_collection_amid_the_statistics_may_end_tensors(arena: Arena) -> None:
+    """After so many allocations: of all the places where it may happen, each in its turn."""
+    kept = [arena.empty((7 + index,)) for index in range(40)]
+    before = gc.get_threshold()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for allocations in range(60):
+            gc.collect()
+            tensor = arena.empty((5,))
+            cycle: list[object] = [tensor, tensor.detach()]
+            cycle.append(cycle)
+            del tensor, cycle
+            gc.set_threshold(gc.get_count()[0] + allocations)
+            gc.enable()
+            arena.stats()
+            gc.disable()
+    finally:
+        gc.set_threshold(*before)
+        if was_enabled:
+            gc.enable()
+    gc.collect()
+    assert arena.stats()["allocation.all.current"] == len(kept)
+    arena.cache.audit()
+
+
 def test_streams_do_not_share(arena: Arena) -> None:
     address = arena.empty(SHAPE, stream=5).data_ptr()
     assert parked(arena) == 1
