@@ -195,7 +195,7 @@ class Parking:
             self._store.ledger.enter_turns(*self._turned.pop())
 
     def forget_stream(self, stream: int) -> None:
-        """Blocks in use that ``stream`` owned have another owner now: their keys are wrong."""
+        """Blocks that ``stream`` owns are about to have another owner: their keys will be wrong."""
         for stay in self._stays():
             if stay.key[-1] == stream:
                 stay.exclude()

@@ -270,6 +270,23 @@ def test_a_forgotten_streams_tensors_are_not_parked_under_its_name(arena: Arena)
     assert arena.empty(SHAPE, stream=0).data_ptr() == address
 
 
+def test_what_ends_while_its_stream_is_forgotten_is_not_parked_under_its_name() -> None:
+    arena = Arena(source="host")
+    held = [arena.empty(SHAPE, stream=5)]
+    address = held[0].data_ptr()
+
+    class Slow(FakeStreams):
+        def synchronize(self) -> None:
+            held.clear()  # as another thread would, meanwhile
+            assert parked(arena) == 0
+
+    arena.cache._store.streams = Slow()
+    arena.cache.forget_stream(5)
+    assert arena.empty(SHAPE, stream=5).data_ptr() != address
+    assert arena.empty(SHAPE, stream=0).data_ptr() == address
+    arena.cache.audit()
+
+
 def test_uses_by_other_streams_are_waited_for() -> None:
     arena = Arena(source="host")
     streams = FakeStreams()
