@@ -294,7 +294,12 @@ class Arena(Owner):
         self._require_open()
         size = parse_size(nbytes)
         address = self._malloc(size, stream)
-        return Block(self, address, self._cache.size_of(address) if address else 0)
+        try:
+            return Block(self, address, self._cache.size_of(address) if address else 0)
+        except BaseException:
+            # Not for this block's sake: a free that came amid `malloc` is done now, and may fail.
+            self._cache.free(address)
+            raise
 
     def free(self, block: Block) -> None:
         """Give a block back.

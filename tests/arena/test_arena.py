@@ -339,6 +339,20 @@ def test_what_fails_after_the_allocation_gives_it_back(
     assert live(arena) == 0
 
 
+def test_a_block_is_not_lost_for_anothers_free(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a finalizer gave back amid `malloc` is freed with the next call, which asks the size."""
+
+    def fails(address: int) -> int:
+        raise RuntimeError("the source did not take it")
+
+    monkeypatch.setattr(arena.cache, "size_of", fails)
+    with pytest.raises(RuntimeError, match="did not take it"):
+        arena.alloc(1000)
+    assert live(arena) == 0
+
+
 def test_sizes_of_numpy_are_sizes(arena: Arena) -> None:
     first = arena.empty((numpy.int64(3), True), torch.int8)
     assert first.shape == (3, 1)
