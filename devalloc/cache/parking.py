@@ -161,7 +161,8 @@ class Parking:
     # For the engine, under its lock ---------------------------------------------------------------
 
     def clear(self) -> Iterator[int]:
-        """Take everything out; yields the addresses, which are to be freed."""
+        """Take everything out; yields the addresses, which are to be freed. What others refer to
+        for all that is left to them."""
         while self.stacks:
             _, stack = self.stacks.popitem()
             stack.retired = True
