@@ -150,12 +150,13 @@ class TensorStay(Stay):
         self._template = self._storage = None
 
     def vacate(self) -> bool:
-        storage = weakref.ref(self._storage)
-        self._template = self._storage = None
-        others = storage()
-        if others is not None:
-            self._watch = weakref.ref(others, self._gone)
-        return others is None
+        if (
+            _uses_in_c(self._handle) == self._idle_in_c
+            and _uses_in_python(self._storage) == self._idle_in_python
+        ):
+            return True  # a weak reference, if there is one, sees the storage end
+        self._await_others()
+        return False
 
     def _gone(self, _: object) -> None:
         self._parking.end(self)
