@@ -15,6 +15,7 @@ import torch
 
 import devalloc
 from benchmarks.harness import Samples
+from devalloc import tensors
 from devalloc.tensors import TensorStay, _blank
 
 Empty = Callable[[tuple[int, ...]], torch.Tensor]
@@ -112,6 +113,13 @@ def parts(arena: devalloc.Arena, shape: tuple[int, ...]) -> dict[str, Callable[[
     foreign = torch._C._construct_storage_from_data_pointer
     stacks = cache.parking.stacks
 
+    def three_counts() -> bool:
+        return (
+            tensors._uses_in_c(stay._handle) == stay._idle_in_c
+            and tensors._uses_in_python(stay._storage) == stay._idle_in_python
+            and not tensors._weak_references(stay._storage)
+        )
+
     def engine() -> None:
         cache.free(cache.malloc(nbytes, stream))
 
@@ -121,7 +129,7 @@ def parts(arena: devalloc.Arena, shape: tuple[int, ...]) -> dict[str, Callable[[
         "look-up": lambda: stacks.get((shape, torch.float32, stream)),
         "template-data": lambda: template.data,
         "weak-reference": lambda: weakref.ref(template),
-        "three-counts": stay._alone,
+        "three-counts": three_counts,
         "engine-pair": engine,
         "storage-over-pointer": lambda: foreign(block, device, nbytes),
         "tensor-over-storage": lambda: blank.data.set_(storage, 0, shape),

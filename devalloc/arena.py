@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from devalloc.arena_options import known_source, resolve_limit, resolve_source
+from devalloc.arena_options import cuda_place_of, resolve_limit, resolve_source, resolve_stream
 from devalloc.arguments import sizes_of
 from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import InvalidArgument, OutOfMemory
@@ -77,7 +77,8 @@ class Arena(Owner):
     Notes
     -----
     All methods may be called from any thread. Allocation and free wait for nothing unless memory
-    runs out; what is allocated belongs to the current stream, or to the one that is named.
+    runs out; what is allocated belongs to the current stream, or to the one that is named. CUDA's
+    per-thread default stream is refused: its handle, 2, means another stream in each thread.
     """
 
     def __init__(
@@ -135,8 +136,8 @@ class Arena(Owner):
         Raises
         ------
         InvalidArgument
-            If CUDA is in use by PyTorch already, if there is an arena for this device, or as of
-            `Arena`; also if there is no CUDA device.
+            If CUDA is in use by PyTorch already, if there is an arena for this device, if device or
+            source are not of CUDA, or as of `Arena`; also if there is no CUDA device.
         DevallocError
             If this PyTorch has no pluggable allocators, or the callbacks cannot be compiled: they
             need the C compiler and the headers of Python that Triton needs.
@@ -145,10 +146,11 @@ class Arena(Owner):
 
         if not torch.cuda.is_available():
             raise InvalidArgument("no CUDA device is available: there is no allocator to replace")
-        if isinstance(source, str):
-            known_source(source)
-        # Options that cannot work are found without memory: what follows cannot be undone.
-        cls(source=SimulatedSource(), policy=policy, limit=limit)
+        # What cannot work is found without memory, and without CUDA: what follows cannot be undone.
+        pluggable.require_unserved(cuda_place_of(device, source))
+        trial = SimulatedSource()
+        trial.granularity = getattr(source, "granularity", trial.granularity)
+        cls(source=trial, policy=policy, limit=limit)
         pluggable.replace_allocator()
         arena = cls(device, source, policy, limit, share_streams=share_streams)
         pluggable.serve(arena._cache, arena)
@@ -277,8 +279,7 @@ class Arena(Owner):
     def _malloc(self, nbytes: int, stream: int | None) -> int:
         cache = self._cache
         owner = self._streams.current() if stream is None else stream
-        if type(owner) is not int:
-            raise InvalidArgument(f"a stream is given by its handle, an int, not {owner!r}")
+        owner = resolve_stream(owner, self.device)
         try:
             try:
                 return cache.malloc(nbytes, owner)
@@ -294,7 +295,12 @@ class Arena(Owner):
         self._require_open()
         size = parse_size(nbytes)
         address = self._malloc(size, stream)
-        return Block(self, address, self._cache.size_of(address) if address else 0)
+        try:
+            return Block(self, address, self._cache.size_of(address) if address else 0)
+        except BaseException:
+            # Not for this block's sake: a free that came amid `malloc` is done now, and may fail.
+            self._cache.free(address)
+            raise
 
     def free(self, block: Block) -> None:
         """Give a block back.
@@ -327,7 +333,8 @@ class Arena(Owner):
         Raises
         ------
         InvalidArgument
-            If the memory is not a live allocation of this arena, or the stream not of its device.
+            If the memory is not a live allocation of this arena, or the stream not of its device,
+            or CUDA's per-thread default stream.
         """
         handle = stream if isinstance(stream, int) else self._handle(stream)
         if isinstance(what, Block):
@@ -340,7 +347,7 @@ class Arena(Owner):
             place = f"a tensor on {what.device}" if isinstance(what, torch.Tensor) else repr(what)
             raise InvalidArgument(f"{place} is no memory of {self!r}")
         if address:
-            self._cache.record_stream(address, handle)
+            self._cache.record_stream(address, resolve_stream(handle, self.device))
 
     def _is_here(self, device: torch.device) -> bool:
         # The device of a source of the caller's may have no index.

@@ -1,4 +1,4 @@
-"""What a user may write for an arena, made definite: sources and limits."""
+"""What a user may write for an arena, made definite: sources, limits, streams."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ _SOURCES: dict[str, Callable[[torch.device], Source]] = {
     "host": lambda device: HostSource(),
 }
 
+# CUDA's names for its two default streams, as handles. The legacy one is 0 too.
+LEGACY_DEFAULT = 1
+_PER_THREAD_DEFAULT = 2
+
+_CURRENT = torch.device("cuda")
+"""Without an index, which is no device's: whichever is the current one."""
+
 _MEMORY = ("device", "granularity", "allocate", "free", "view")
 """What an object must have to be asked for memory."""
 
@@ -28,8 +35,9 @@ def known_source(name: str) -> None:
         raise InvalidArgument(f"unknown source {name!r}; there are {', '.join(_SOURCES)}")
 
 
-def resolve_source(device: torch.device | str | int | None, source: str | Source | None) -> Source:
-    """The source that is named, or given, on the device; InvalidArgument if it cannot be there."""
+def place_of(device: torch.device | str | int | None, source: str | Source | None) -> torch.device:
+    """Where an arena would be. Nothing is made and CUDA stays uninitialised, so the index may be
+    missing: that of the current device. InvalidArgument for a source that cannot be there."""
     wanted = None if device is None else known_device(device)
     if source is not None and not isinstance(source, str):
         if isinstance(source, type) or not all(hasattr(source, name) for name in _MEMORY):
@@ -39,22 +47,53 @@ def resolve_source(device: torch.device | str | int | None, source: str | Source
             )
         if wanted is not None and wanted != source.device:
             raise InvalidArgument(f"the source is on {source.device}, not on {device}")
-        return source
+        return source.device
     if source is None:
-        cuda = torch.cuda.is_available() if wanted is None else wanted.type == "cuda"
-        source = "cuda" if cuda else "host"
+        source = _default_source(wanted)
     known_source(source)
     kind = "cpu" if source == "host" else "cuda"
     if wanted is not None and wanted.type != kind:
         raise InvalidArgument(f"the source {source!r} has no memory on {wanted}")
     if kind == "cpu":
-        return _SOURCES[source](torch.device("cpu"))
+        return torch.device("cpu")
     if not torch.cuda.is_available():
         raise InvalidArgument('no CUDA device is available; use source="host" on this machine')
-    index = torch.cuda.current_device() if wanted is None or wanted.index is None else wanted.index
-    if index >= torch.cuda.device_count():
-        raise InvalidArgument(f"no such device: {wanted}; there are {torch.cuda.device_count()}")
-    return _SOURCES[source](torch.device("cuda", index))
+    place = _CURRENT if wanted is None else wanted
+    _require_present(place)
+    return place
+
+
+def cuda_place_of(
+    device: torch.device | str | int | None, source: str | Source | None
+) -> torch.device:
+    """`place_of`, for memory of PyTorch's CUDA tensors; InvalidArgument if they cannot have it."""
+    place = place_of(device, source)
+    if place.type != "cuda":
+        raise InvalidArgument(f"PyTorch's CUDA tensors cannot have memory on {place}")
+    if place == _CURRENT and source is not None and not isinstance(source, str):
+        raise InvalidArgument(f"the device of {source!r} has no index; PyTorch asks by the index")
+    _require_present(place)
+    return place
+
+
+def _require_present(place: torch.device) -> None:
+    if place.index is not None and place.index >= torch.cuda.device_count():
+        raise InvalidArgument(f"no such device: {place}; there are {torch.cuda.device_count()}")
+
+
+def _default_source(wanted: torch.device | None) -> str:
+    cuda = torch.cuda.is_available() if wanted is None else wanted.type == "cuda"
+    return "cuda" if cuda else "host"
+
+
+def resolve_source(device: torch.device | str | int | None, source: str | Source | None) -> Source:
+    """The source that is named, or given, on the device; InvalidArgument if it cannot be there."""
+    place = place_of(device, source)
+    if source is not None and not isinstance(source, str):
+        return source
+    if place == _CURRENT:
+        place = torch.device("cuda", torch.cuda.current_device())
+    return _SOURCES[source or _default_source(place)](place)
 
 
 def resolve_limit(limit: int | str | float | None, device: torch.device) -> int | None:
@@ -72,3 +111,17 @@ def _device_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def resolve_stream(stream: int, device: torch.device) -> int:
+    """The handle of the stream under which the engine knows it."""
+    if type(stream) is not int:
+        raise InvalidArgument(f"a stream is given by its handle, an int, not {stream!r}")
+    if device.type != "cuda":
+        return stream
+    if stream == _PER_THREAD_DEFAULT:
+        raise InvalidArgument(
+            "the per-thread default stream (handle 2) is another stream in each thread, which an "
+            "arena cannot tell apart; use a stream that was created, or the default stream 0"
+        )
+    return 0 if stream == LEGACY_DEFAULT else stream

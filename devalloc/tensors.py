@@ -9,7 +9,12 @@ storage, whoever holds it last, frees the block.
 
 Whether others refer to the storage is read from three counts: references from C++, references from
 Python, and weak references from Python. What they are when nobody does is measured for each new
-template, and not assumed of a version of PyTorch.
+template, and not assumed of a version of PyTorch. A tensor that ends is counted still, unless it
+was moved to another storage (``set_``, ``tensor.data = ...``), and who holds this one then looks
+like it. So the counts are asked again before a parked block is given away or back, when the tensor
+is really gone.
+
+Nor need the storage still lie over the block: ``share_memory_`` replaces what is in it.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from devalloc.cache.parking import Stay
+from devalloc.cache.parking import InUse, Stay
 from devalloc.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -79,10 +84,12 @@ class TensorStay(Stay):
     """
 
     __slots__ = (
+        "_ending_in_c",
         "_handle",
         "_idle_in_c",
         "_idle_in_python",
         "_on_end",
+        "_parking",
         "_storage",
         "_template",
         "_watch",
@@ -101,38 +108,58 @@ class TensorStay(Stay):
         blank: Any = _blank(dtype, device).data
         self._template = blank.set_(self._storage, 0, shape)
         self._handle: int = self._storage._cdata
-        # A tensor calls back when it is about to let go of the storage: its own use counts still.
-        self._idle_in_c = _uses_in_c(self._handle) + 1
+        self._idle_in_c = _uses_in_c(self._handle)
+        self._ending_in_c = self._idle_in_c + 1
         self._idle_in_python = _uses_in_python(self._storage)
         self._on_end = self._ended
         self._watch: weakref.ref[object] | None = None
-        cache.parking.enter(self)
+        self._parking = cache.parking
+        self._parking.enter(self)
 
     def take(self) -> torch.Tensor:
-        """A tensor for the next user."""
+        # Written out here and below: a call would be a noticeable part of the whole.
+        if (
+            _uses_in_c(self._handle) != self._idle_in_c
+            or _uses_in_python(self._storage) != self._idle_in_python
+            or _weak_references(self._storage)
+            or self._storage.data_ptr() != self.address
+        ):
+            self._await_others()
+            raise InUse
         self.turns += 1
         tensor: torch.Tensor = self._template.data
         self._watch = weakref.ref(tensor, self._on_end)
         return tensor
 
     def _ended(self, _: object) -> None:
-        parking = self.cache.parking
-        if not parking.closed and self._alone():
-            parking.park(self)
-        else:
-            self._watch = weakref.ref(self._storage, self._gone)
-            # In case of nobody else, `_gone` is called here.
-            self._template = self._storage = None
-
-    def _alone(self) -> bool:
-        return (
-            _uses_in_c(self._handle) == self._idle_in_c
+        parking = self._parking
+        if (
+            _uses_in_c(self._handle) == self._ending_in_c
             and _uses_in_python(self._storage) == self._idle_in_python
             and not _weak_references(self._storage)
-        )
+            and not parking.closed
+        ):
+            parking.park(self)
+        else:
+            self._await_others()
+
+    def _await_others(self) -> None:
+        """Leave the block to the end of the storage."""
+        self._watch = weakref.ref(self._storage, self._gone)
+        # In case of nobody else, `_gone` is called here.
+        self._template = self._storage = None
+
+    def vacate(self) -> bool:
+        if (
+            _uses_in_c(self._handle) == self._idle_in_c
+            and _uses_in_python(self._storage) == self._idle_in_python
+        ):
+            return True  # a weak reference, if there is one, sees the storage end
+        self._await_others()
+        return False
 
     def _gone(self, _: object) -> None:
-        self.cache.parking.end(self)
+        self._parking.end(self)
         self.cache.free(self.address)
 
     def forget(self) -> None:
@@ -140,4 +167,4 @@ class TensorStay(Stay):
         del self._on_end  # a reference to itself
 
     def exclude(self) -> None:
-        self._idle_in_c = 0  # which it never is
+        self._idle_in_c = self._ending_in_c = 0  # which it never is

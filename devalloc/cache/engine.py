@@ -69,8 +69,19 @@ class Cache(Graphs, Reports):
                 raise InvalidArgument("the default stream cannot be forgotten")
             if store.captures:
                 raise InvalidArgument("a stream cannot be forgotten during a capture")
+            self.parking.forget_stream(stream)  # first: what ends meanwhile must not be parked
             store.forget_stream(stream)
-            self.parking.forget_stream(stream)
+
+    def order_behind(self, address: int, stream: int) -> None:
+        """Order what the block's stream does from now on behind what is queued on ``stream`` now.
+
+        The stream is the one that owns the block by now (`forget_stream`). Also for finalizers that
+        interrupt this cache.
+        """
+        with self._lock:
+            owner = self._live(address).home.stream
+            if stream != owner:
+                self.streams.wait(owner, self.streams.record(stream))
 
     def process_events(self) -> None:
         """Make freed blocks available whose streams are done; every malloc does it too."""

@@ -8,10 +8,10 @@ reports, as if every free had come at once; only the choice of the block for an 
 not the policy's.
 
 Concurrency: no lock, for objects end in the midst of anything, of a collection inside the engine
-too. Every step is one operation on a list or a dict, atomic in CPython. `Parking.leave` retires the
-stacks that it empties; who pushes on one looks afterwards whether it is retired, or parking closed,
-and then has the engine free what nobody else would find. Which of two threads takes an entry is
-decided by ``pop``. A closed parking gives nothing out, whatever is pushed late.
+too. Every step is one operation on a list, a set or a dict, atomic in CPython. `Parking.clear`
+retires the stacks that it empties; who pushes on one looks afterwards whether it is retired, or
+parking closed, and then has the engine free what nobody else would find. Which of two threads takes
+an entry is decided by ``pop``. A closed parking gives nothing out, whatever is pushed late.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 _STAYS: set[Stay] = set()
 
 
+class InUse(IndexError):
+    """Others refer to what was parked: there is nothing to take, as in an empty stack."""
+
+
 class Stay:
     """One block from its allocation to its free, with all its users in turn.
 
@@ -39,18 +43,32 @@ class Stay:
         What a request must be equal to; the last entry is the stream that owns the block.
     turns : int
         Users after the first. Changed only by who took the stay from its stack.
+    stack : Stack
+        Where it was parked last, which spares looking it up by the key; or one that is retired.
     """
 
-    __slots__ = ("address", "cache", "key", "told", "turns")
+    __slots__ = ("address", "cache", "key", "stack", "told", "turns")
 
     cache: Core
     address: int
     key: tuple[Hashable, ...]
     turns: int
     told: int
+    stack: Stack
 
     def take(self) -> Any:
-        """For who took the stay from its stack: the object for the next user."""
+        """For who took the stay from its stack: the object for the next user.
+
+        Raises
+        ------
+        InUse
+            If others refer to the block for all that. It is freed when the last of them ends.
+        """
+        raise NotImplementedError
+
+    def vacate(self) -> bool:
+        """For who took the stay from its stack: whether the block may be freed. If not, it is
+        freed when the last who refers to it ends."""
         raise NotImplementedError
 
     def forget(self) -> None:
@@ -69,6 +87,10 @@ class Stack(list[Stay]):
 
     def __init__(self) -> None:
         self.retired = False
+
+
+_NOWHERE = Stack()
+_NOWHERE.retired = True
 
 
 class Parking:
@@ -103,22 +125,23 @@ class Parking:
 
     def enter(self, stay: Stay) -> None:
         """Keep a new stay until it ends."""
+        stay.stack = _NOWHERE
         _STAYS.add(stay)
 
     def park(self, stay: Stay) -> None:
         """Leave the block to the next user. Not while `closed`."""
-        stack = None
-        while stack is None or stack.retired:
-            if stack is not None:
-                # Emptied after it was looked up, and nobody will look again: take one out.
-                try:
-                    stay = stack.pop()
-                except IndexError:
-                    return
-            stack = self.stacks.get(stay.key)
-            if stack is None:
-                stack = self.stacks.setdefault(stay.key, Stack())
+        while True:
+            stack = stay.stack
+            if stack.retired:
+                stack = stay.stack = self.stacks.setdefault(stay.key, Stack())
             stack.append(stay)
+            if not stack.retired:
+                break
+            # Emptied after it was looked at, and nobody will look again: take one out.
+            try:
+                stay = stack.pop()
+            except IndexError:
+                return
         if self.closed:
             self._settle()
 
@@ -138,7 +161,8 @@ class Parking:
     # For the engine, under its lock ---------------------------------------------------------------
 
     def clear(self) -> Iterator[int]:
-        """Take everything out; yields the addresses, which are to be freed."""
+        """Take everything out; yields the addresses, which are to be freed. What others refer to
+        for all that is left to them."""
         while self.stacks:
             _, stack = self.stacks.popitem()
             stack.retired = True
@@ -147,6 +171,8 @@ class Parking:
                     stay = stack.pop()
                 except IndexError:  # another thread's now
                     break
+                if not stay.vacate():
+                    continue
                 _STAYS.discard(stay)
                 if stay.turns != stay.told:
                     self._note_turns(stay)
@@ -162,14 +188,15 @@ class Parking:
         self._enter_turns()
 
     def _stays(self) -> list[Stay]:
-        return [stay for stay in tuple(_STAYS) if stay.cache.parking is self]
+        # (A copy of a set is one operation; to go through one, as `tuple` does, is not.)
+        return [stay for stay in _STAYS.copy() if stay.cache.parking is self]
 
     def _enter_turns(self) -> None:
         while self._turned:
             self._store.ledger.enter_turns(*self._turned.pop())
 
     def forget_stream(self, stream: int) -> None:
-        """Blocks in use that ``stream`` owned have another owner now: their keys are wrong."""
+        """Blocks that ``stream`` owns are about to have another owner: their keys will be wrong."""
         for stay in self._stays():
             if stay.key[-1] == stream:
                 stay.exclude()

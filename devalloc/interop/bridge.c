@@ -6,12 +6,17 @@
  * `call` sets that exception aside, for Python code cannot run with it, and is the only way from
  * here into Python.
  *
+ * Nor can an exception leave here. Ctrl-C would end a callable wherever it is, at its first step
+ * too, and the block that it was to take or to give back would be lost. So meanwhile it is only
+ * noted (`hold_interrupts`), and comes when the call is over.
+ *
  * One copy of this module serves one set of callables, from its `connect` to the end of the process.
  */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 
@@ -24,6 +29,52 @@ static PyObject *reset_callable;
  * call when there is no interpreter any more. Read without the GIL. */
 static atomic_bool connected;
 
+/* The only thread on which Python handles signals; whatever follows is used there only. */
+static unsigned long main_thread;
+static int depth; /* A callable may free tensors, and so be called within itself. */
+static struct sigaction handler;
+static atomic_bool interrupted;
+
+static void note(int number)
+{
+    (void)number;
+    atomic_store(&interrupted, 1);
+}
+
+static int on_main_thread(void)
+{
+    return (unsigned long)PyThread_get_thread_ident() == main_thread;
+}
+
+static void hold_interrupts(void)
+{
+    if (!on_main_thread())
+        return;
+    if (depth++ == 0) {
+        struct sigaction noting = {.sa_handler = note, .sa_flags = SA_RESTART};
+        sigemptyset(&noting.sa_mask);
+        sigaction(SIGINT, &noting, &handler);
+    }
+    /* What came before, and would be handled now. */
+    if (PyErr_CheckSignals() == 0)
+        return;
+    if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+        PyErr_Clear();
+        atomic_store(&interrupted, 1);
+    } else {
+        PyErr_WriteUnraisable(NULL);
+    }
+}
+
+static void let_interrupts_come(void)
+{
+    if (!on_main_thread() || --depth > 0)
+        return;
+    sigaction(SIGINT, &handler, NULL);
+    if (atomic_exchange(&interrupted, 0))
+        raise(SIGINT);
+}
+
 /* The integer that the callable returns, as an address; NULL for None, or if anything goes wrong.
  * The arguments are integers, as Py_BuildValue takes them. */
 static void *call(PyObject **callable, const char *format, ...)
@@ -34,6 +85,7 @@ static void *call(PyObject **callable, const char *format, ...)
     PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
+    hold_interrupts();
 
     va_list integers;
     va_start(integers, format);
@@ -49,6 +101,7 @@ static void *call(PyObject **callable, const char *format, ...)
     Py_XDECREF(result);
     Py_XDECREF(arguments);
 
+    let_interrupts_come();
     PyErr_Restore(type, value, traceback);
     PyGILState_Release(gil);
     return address;
@@ -92,8 +145,8 @@ static PyObject *connect(PyObject *module, PyObject *arguments)
         PyErr_SetString(PyExc_RuntimeError, "this bridge is connected already");
         return NULL;
     }
-    if (!PyArg_ParseTuple(arguments, "OOOO:connect", &malloc_callable, &free_callable,
-                          &record_stream_callable, &reset_callable))
+    if (!PyArg_ParseTuple(arguments, "kOOOO:connect", &main_thread, &malloc_callable,
+                          &free_callable, &record_stream_callable, &reset_callable))
         return NULL;
     /* For ever: PyTorch may call at any time. */
     Py_INCREF(malloc_callable);
@@ -117,7 +170,8 @@ static PyObject *disconnect(PyObject *module, PyObject *none)
 
 static PyMethodDef methods[] = {
     {"connect", connect, METH_VARARGS,
-     "connect(malloc, free, record_stream, reset): the addresses of four C functions, once."},
+     "connect(main_thread, malloc, free, record_stream, reset): the addresses of four C functions, "
+     "once. Threads are named as by threading.get_ident."},
     {"disconnect", disconnect, METH_NOARGS, "From now on the C functions return NULL at once."},
     {NULL, NULL, 0, NULL},
 };

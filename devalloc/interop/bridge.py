@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import sysconfig
+import threading
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -65,7 +66,7 @@ def connect(
     The callables get the C functions' arguments as integers, NULL as 0, on the calling thread with
     the GIL and no exception pending. They should not raise: what they raise is passed to
     ``sys.unraisablehook``, and `malloc` then returned NULL. Functions without a callable are not to
-    be called.
+    be called. Ctrl-C waits until the outermost call is over.
 
     The functions may be called until the process is gone. From `atexit` on they do nothing and
     return NULL, without the GIL: the driver takes everything back.
@@ -81,6 +82,7 @@ def connect(
         If the C module cannot be compiled or loaded.
     """
     module = _compile(f"devalloc_bridge_{purpose}")
-    addresses = module.connect(malloc, free, record_stream, reset)
+    main_thread = threading.main_thread().ident
+    addresses = module.connect(main_thread, malloc, free, record_stream, reset)
     atexit.register(module.disconnect)
     return Functions(*addresses)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from devalloc.arena_options import LEGACY_DEFAULT
 from devalloc.errors import DevallocError, InvalidArgument
 
 try:
@@ -15,20 +16,16 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from devalloc.arena import Arena
-
-# CUDA's name for the default stream, which is 0 elsewhere.
-_LEGACY_DEFAULT = 1
+    from devalloc.arena import Arena, Block
 
 
 def _handle(stream: Any) -> int:
     try:
-        handle = int(stream.handle)
+        return int(stream.handle)
     except (AttributeError, TypeError) as error:
         raise InvalidArgument(
             f"{stream!r} is no cuda.core.Stream; a graph's memory comes from Arena.capture"
         ) from error
-    return 0 if handle == _LEGACY_DEFAULT else handle
 
 
 class ArenaMemoryResource(MemoryResource):
@@ -37,7 +34,7 @@ class ArenaMemoryResource(MemoryResource):
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._on_device = arena.device.type == "cuda"
-        self._owners: dict[int, int] = {}
+        self._blocks: dict[int, Block] = {}
 
     def allocate(self, size: int, *, stream: Any) -> Any:
         """A ``cuda.core.Buffer`` of ``size`` bytes, owned by ``stream``; waits for nothing.
@@ -47,27 +44,38 @@ class ArenaMemoryResource(MemoryResource):
         OutOfMemory
             Also a ``torch.OutOfMemoryError``.
         InvalidArgument
-            For a negative size, a closed arena, or what is no stream.
+            For a negative size, a closed arena, what is no stream, or CUDA's per-thread default
+            stream.
         """
         owner = _handle(stream) if self._on_device else 0
         # Of no bytes too a buffer has an address of its own.
-        address = self._arena.alloc(size or 1, owner).address
-        self._owners[address] = owner
-        return Buffer.from_handle(address, size, self, stream=stream)
+        block = self._arena.alloc(size or 1, owner)
+        try:
+            self._blocks[block.address] = block
+            return Buffer.from_handle(block.address, size, self, stream=stream)
+        except BaseException:
+            # Unless what there was of a buffer has given it back already.
+            if self._blocks.get(block.address) is block:
+                self._free(block)
+            raise
 
     def deallocate(self, ptr: Any, size: int, *, stream: Any) -> None:
         """Give a buffer back, in the order of ``stream``; waits for nothing."""
         address = int(ptr)
-        owner = self._owners.pop(address, None)
-        if owner is None:
+        block = self._blocks.get(address)
+        if block is None:
             raise InvalidArgument(f"{address:#x} is no buffer of this memory resource")
-        cache = self._arena.cache
         if self._on_device:
+            # Whatever reuses the memory does so on its owner, behind what this stream does now.
+            # (The per-thread default stream too is that of this thread now.)
             other = _handle(stream)
-            if other != owner:
-                # Whatever reuses the memory does so on the owner, behind what this stream does now.
-                cache.streams.wait(owner, cache.streams.record(other))
-        cache.free(address)
+            self._arena.cache.order_behind(address, 0 if other == LEGACY_DEFAULT else other)
+        self._free(block)
+
+    def _free(self, block: Block) -> None:
+        # First here: once it is free the address may be another buffer's.
+        del self._blocks[block.address]
+        self._arena.free(block)
 
     @property
     def is_device_accessible(self) -> bool:

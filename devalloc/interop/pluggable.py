@@ -143,11 +143,15 @@ def installed() -> bool:
     return _INSTALLED.allocator is not None
 
 
+def require_unserved(place: torch.device) -> None:
+    """Raise InvalidArgument if an arena serves PyTorch there already."""
+    if place.index in _INSTALLED.caches:
+        raise InvalidArgument(f"an arena is installed for {place} already")
+
+
 def serve(cache: Cache, owner: object) -> None:
     """What PyTorch asks for on the cache's device comes from it, and ``owner`` lives, to the end
     of the process."""
-    index = cache.source.device.index
-    if index in _INSTALLED.caches:
-        raise InvalidArgument(f"an arena is installed for {cache.source.device} already")
+    require_unserved(cache.source.device)
     _INSTALLED.owners.append(owner)
-    _INSTALLED.caches[index] = cache
+    _INSTALLED.caches[cache.source.device.index] = cache

@@ -15,10 +15,12 @@ import devalloc
 from devalloc import Arena, DoubleFree, InvalidArgument, OutOfMemory
 from devalloc.arena import Block
 from devalloc.cache import POLICIES, BfcPolicy, PrivatePool
+from devalloc.interop.holder import Holder
 from devalloc.sources import HostSource
 from devalloc.sources.adaptors import LimitAdaptor
 from tests.arena.support import MIB, NumberSource
 from tests.conftest import ON_GPU
+from tests.interop.support import on_a_device
 
 DTYPES = sorted({at for at in vars(torch).values() if isinstance(at, torch.dtype)}, key=str)
 
@@ -225,6 +227,41 @@ def test_record_stream_finds_the_tensors_block() -> None:
         arena.record_stream(torch.empty(5), 7)
 
 
+def test_the_per_thread_default_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads' are two streams with one handle: memory would pass between them unordered."""
+    arena, streams = on_a_device(monkeypatch)
+    block = arena.alloc(10)
+    for call in (
+        lambda: arena.empty(10, stream=2),
+        lambda: arena.alloc(10, stream=2),
+        lambda: arena.record_stream(block, 2),
+        lambda: arena.triton_allocator()(10, 128, 2),
+        lambda: Holder(arena, 10, 2),
+    ):
+        with pytest.raises(InvalidArgument, match="per-thread default stream"):
+            call()
+    streams.now = 2
+    with pytest.raises(InvalidArgument, match="per-thread default stream"):
+        arena.alloc(10)
+    streams.now = 0
+    assert live(arena) == 1
+    assert not arena.cache._store.uses
+
+
+def test_the_default_stream_has_two_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, _ = on_a_device(monkeypatch)
+    block = arena.alloc(10, stream=1)
+    arena.record_stream(block, 1)
+    assert not arena.cache._store.uses, "its own stream"
+    arena.free(block)
+    assert arena.alloc(10, stream=0).address == block.address
+
+
+def test_on_the_host_every_handle_is_a_stream(arena: Arena) -> None:
+    address = arena.empty(10, stream=1).data_ptr()
+    assert arena.empty(10, stream=2).data_ptr() != address
+
+
 def test_captures_use_the_graphs_pool(arena: Arena) -> None:
     with arena.graph_pool() as pool:
         with arena.capture(pool):
@@ -315,6 +352,20 @@ def test_what_fails_after_the_allocation_gives_it_back(
     monkeypatch.setattr(torch._C, "_construct_storage_from_data_pointer", fails)
     with pytest.raises(KeyboardInterrupt):
         arena.empty(1000)
+    assert live(arena) == 0
+
+
+def test_a_block_is_not_lost_for_anothers_free(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a finalizer gave back amid `malloc` is freed with the next call, which asks the size."""
+
+    def fails(address: int) -> int:
+        raise RuntimeError("the source did not take it")
+
+    monkeypatch.setattr(arena.cache, "size_of", fails)
+    with pytest.raises(RuntimeError, match="did not take it"):
+        arena.alloc(1000)
     assert live(arena) == 0
 
 

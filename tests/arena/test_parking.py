@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import subprocess
 import sys
@@ -101,6 +102,84 @@ def test_what_refers_to_the_memory_keeps_it(
     arena.cache.audit()
 
 
+MOVES: dict[str, Callable[[torch.Tensor], object]] = {
+    "data": lambda tensor: setattr(tensor, "data", torch.zeros(SHAPE)),
+    "set_": lambda tensor: tensor.set_(),
+    "another of the arena": lambda tensor: tensor.set_(OTHER.empty(SHAPE)),
+}
+
+OTHER = Arena(source="host")
+
+ENGINE: dict[str, Callable[[Arena], object]] = {
+    "nothing": lambda arena: None,
+    "stats": lambda arena: arena.stats(),
+    "empty_cache": lambda arena: arena.empty_cache(),
+    "close": lambda arena: arena.close(),
+}
+
+
+@pytest.mark.parametrize("ask", ENGINE.values(), ids=ENGINE)
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize("keeper", ["detached", "parameter", "numpy", "dlpack", "view"])
+def test_who_has_the_memory_of_a_tensor_that_was_moved_keeps_it(
+    arena: Arena,
+    ask: Callable[[Arena], object],
+    move: Callable[[torch.Tensor], object],
+    keeper: str,
+) -> None:
+    """Its place in the counts is filled by another, who looks like the tensor that ends."""
+    tensor = arena.empty(SHAPE).fill_(5)
+    address = tensor.data_ptr()
+    kept = KEEPERS[keeper](tensor)
+    move(tensor)
+    del tensor
+    ask(arena)
+    if not arena.closed:
+        others = [arena.empty(SHAPE).fill_(9) for _ in range(3)]
+        assert address not in [other.data_ptr() for other in others]
+        del others
+    assert (ctypes.c_float * SHAPE[0]).from_address(address)[:] == [5] * SHAPE[0]
+    assert arena.stats()["allocation.all.current"] == 1
+    del kept
+    stats = arena.stats()
+    assert stats["allocation.all.current"] == 0
+    assert stats["allocation.all.allocated"] == stats["allocation.all.freed"]
+    arena.cache.audit()
+
+
+def test_who_looks_later_is_not_there_any_more(arena: Arena) -> None:
+    """A weak reference is left of who had the memory; the storage is not another's under it."""
+    tensor = arena.empty(SHAPE)
+    kept = tensor.detach()
+    tensor.set_()
+    del tensor
+    storage = weakref.ref(kept.untyped_storage())
+    del kept
+    arena.empty(SHAPE)
+    assert storage() is None
+    assert arena.stats()["allocation.all.current"] == 0
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_storage_in_shared_memory_is_not_parked(arena: Arena, held: bool) -> None:
+    """What was the block's storage lies elsewhere then, where another process may write."""
+    tensor = arena.empty(SHAPE)
+    address = tensor.data_ptr()
+    if held:  # shared by another, when the tensor has gone
+        kept = tensor.detach()
+        tensor.set_()
+        del tensor
+        tensor = kept
+        del kept
+    tensor.share_memory_()
+    assert tensor.data_ptr() != address
+    del tensor
+    after = arena.empty(SHAPE)
+    assert not after.is_shared()
+    assert after.data_ptr() == address
+    assert arena.stats()["allocation.all.current"] == 1
+
+
 def test_a_weak_reference_to_the_storage_sees_it_end(arena: Arena) -> None:
     tensor = arena.empty(SHAPE)
     ended: list[bool] = []
@@ -147,6 +226,32 @@ def test_turns_are_counted_once(arena: Arena) -> None:
     assert stats["requested_bytes.all.allocated"] == 5 * 20
 
 
+def test_a_collection_amid_the_statistics_may_end_tensors(arena: Arena) -> None:
+    """After so many allocations: of all the places where it may happen, each in its turn."""
+    kept = [arena.empty((7 + index,)) for index in range(40)]
+    before = gc.get_threshold()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for allocations in range(60):
+            gc.collect()
+            tensor = arena.empty((5,))
+            cycle: list[object] = [tensor, tensor.detach()]
+            cycle.append(cycle)
+            del tensor, cycle
+            gc.set_threshold(gc.get_count()[0] + allocations)
+            gc.enable()
+            arena.stats()
+            gc.disable()
+    finally:
+        gc.set_threshold(*before)
+        if was_enabled:
+            gc.enable()
+    gc.collect()
+    assert arena.stats()["allocation.all.current"] == len(kept)
+    arena.cache.audit()
+
+
 def test_streams_do_not_share(arena: Arena) -> None:
     address = arena.empty(SHAPE, stream=5).data_ptr()
     assert parked(arena) == 1
@@ -163,6 +268,23 @@ def test_a_forgotten_streams_tensors_are_not_parked_under_its_name(arena: Arena)
     assert parked(arena) == 0
     assert arena.empty(SHAPE, stream=5).data_ptr() != address
     assert arena.empty(SHAPE, stream=0).data_ptr() == address
+
+
+def test_what_ends_while_its_stream_is_forgotten_is_not_parked_under_its_name() -> None:
+    arena = Arena(source="host")
+    held = [arena.empty(SHAPE, stream=5)]
+    address = held[0].data_ptr()
+
+    class Slow(FakeStreams):
+        def synchronize(self) -> None:
+            held.clear()  # as another thread would, meanwhile
+            assert parked(arena) == 0
+
+    arena.cache._store.streams = Slow()
+    arena.cache.forget_stream(5)
+    assert arena.empty(SHAPE, stream=5).data_ptr() != address
+    assert arena.empty(SHAPE, stream=0).data_ptr() == address
+    arena.cache.audit()
 
 
 def test_uses_by_other_streams_are_waited_for() -> None:

@@ -9,9 +9,14 @@ from ctypes import CFUNCTYPE, c_int, c_size_t, c_void_p
 from typing import NamedTuple
 
 import pytest
+import torch
 from triton import knobs
 
+from devalloc import Arena
+from devalloc.cache import core
 from devalloc.interop.bridge import Functions
+from devalloc.sources import SimulatedSource
+from tests.arena.support import FakeStreams
 
 TYPES = (
     CFUNCTYPE(c_void_p, c_size_t, c_int, c_void_p),
@@ -41,3 +46,12 @@ def require_compiler() -> None:
 def called(functions: Callable[[], Functions]) -> Calls:
     require_compiler()
     return Calls(*(kind(at) for kind, at in zip(TYPES, functions(), strict=True)))
+
+
+def on_a_device(monkeypatch: pytest.MonkeyPatch, index: int = 0) -> tuple[Arena, FakeStreams]:
+    """An arena of a CUDA device that need not exist, and its streams."""
+    streams = FakeStreams()
+    monkeypatch.setattr(core, "CudaStreams", lambda device: streams)
+    source = SimulatedSource()
+    source.device = torch.device("cuda", index)
+    return Arena(source=source), streams

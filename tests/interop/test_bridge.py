@@ -6,6 +6,7 @@ import ctypes
 import operator
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -135,6 +136,81 @@ def test_threads_that_python_does_not_know_may_call(target: SimpleNamespace) -> 
         assert process.pthread_join(ctypes.c_ulong(thread), None) == 0
     assert len(seen) == 4
     assert threading.get_ident() not in seen
+
+
+def test_ctrl_c_waits_for_the_end_of_the_call(target: SimpleNamespace) -> None:
+    ended: list[str] = []
+    calls = called(functions)
+
+    def give(*_: int) -> int:
+        calls.free(16, 1, 0, None)
+        signal.raise_signal(signal.SIGINT)
+        ended.append("malloc")
+        return 16
+
+    def take(*_: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        ended.append("free")
+
+    target.malloc, target.free = give, take
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            calls.malloc(1, 0, None)
+    assert ended == ["free", "malloc"] * 3
+    target.free = lambda *_: None
+    calls.free(16, 1, 0, None)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_ctrl_c_that_is_due_waits_too(target: SimpleNamespace) -> None:
+    """It would be raised at the first step of the callable, before any `try` of its own."""
+    ended: list[int] = []
+    target.free = lambda *_: ended.append(1)
+    interrupt = ctypes.cast(ctypes.pythonapi.PyErr_SetInterrupt, ctypes.c_void_p).value
+    assert interrupt is not None
+    for turn in range(3):
+        things = [capsule(functions().free), capsule(interrupt)]
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            things.clear()  # the last one first, and nothing of Python between the two
+            raise AssertionError("the interrupt is lost")
+        assert len(ended) == turn + 1
+
+
+def test_the_handler_of_the_program_is_asked_once(target: SimpleNamespace) -> None:
+    seen: list[str] = []
+
+    def inside(*_: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        seen.append("free")
+
+    target.free = inside
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append("handler"))
+    try:
+        called(functions).free(16, 1, 0, None)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == ["free", "handler"]
+
+
+def test_calls_of_other_threads_hold_nothing(target: SimpleNamespace) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def wait(*_: int) -> None:
+        inside.set()
+        leave.wait(20)
+
+    target.free = wait
+    thread = threading.Thread(target=called(functions).free, args=(16, 1, 0, None))
+    thread.start()
+    try:
+        assert inside.wait(20)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        leave.set()
+        thread.join()
 
 
 def test_each_purpose_has_its_own_callables(target: SimpleNamespace) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from devalloc import Arena, InvalidArgument, OutOfMemory
+from tests.interop.support import on_a_device
 
 core = pytest.importorskip("cuda.core", reason="needs cuda.core")
 if not hasattr(core, "MemoryResource"):
     pytest.skip("needs cuda.core from 1.0 on", allow_module_level=True)
+
+BUFFER = "devalloc.interop.cuda_core.Buffer"
 
 
 def live(arena: Arena) -> int:
@@ -66,6 +70,94 @@ def test_bad_requests_change_nothing() -> None:
         arena.memory_resource()
     with pytest.raises(InvalidArgument, match="closed"):
         resource.allocate(1, stream=None)
+
+
+class Stream:
+    """What the resource looks at of a ``cuda.core.Stream``."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that are addresses: a real one would look for a device."""
+
+    def from_handle(address: int, size: int, resource: object, *, stream: object) -> int:
+        return address
+
+    monkeypatch.setattr(BUFFER, SimpleNamespace(from_handle=from_handle))
+
+
+@pytest.mark.usefixtures("made")
+def test_a_buffer_outlives_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default stream has the memory then, and waits; the one that is gone must not be asked."""
+    arena, streams = on_a_device(monkeypatch)
+    resource = arena.memory_resource()
+    address = resource.allocate(4096, stream=Stream(5))
+    arena.cache.forget_stream(5)
+    resource.deallocate(address, 4096, stream=Stream(6))
+    assert streams.waits == [(0, 6)]
+    assert live(arena) == 0
+    address = resource.allocate(4096, stream=Stream(5))
+    arena.cache.forget_stream(5)
+    resource.deallocate(address, 4096, stream=Stream(1))
+    assert streams.waits == [(0, 6)], "the default stream's other name"
+    assert live(arena) == 0
+
+
+@pytest.mark.usefixtures("made")
+def test_a_return_that_fails_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, streams = on_a_device(monkeypatch)
+    resource = arena.memory_resource()
+    address = resource.allocate(4096, stream=Stream(5))
+    with pytest.raises(InvalidArgument, match=r"no cuda\.core\.Stream"):
+        resource.deallocate(address, 4096, stream=None)
+
+    def gone(stream: int, event: object) -> None:
+        raise RuntimeError("no such stream")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streams, "wait", gone)
+        with pytest.raises(RuntimeError, match="no such stream"):
+            resource.deallocate(address, 4096, stream=Stream(6))
+    assert live(arena) == 1
+    resource.deallocate(address, 4096, stream=Stream(6))
+    assert live(arena) == 0
+    with pytest.raises(InvalidArgument, match="no buffer"):
+        resource.deallocate(address, 4096, stream=Stream(6))
+
+
+@pytest.mark.usefixtures("made")
+def test_the_per_thread_default_stream_owns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may give back: it is this thread's then."""
+    arena, streams = on_a_device(monkeypatch)
+    resource = arena.memory_resource()
+    with pytest.raises(InvalidArgument, match="per-thread default stream"):
+        resource.allocate(4096, stream=Stream(2))
+    resource.deallocate(resource.allocate(4096, stream=Stream(5)), 4096, stream=Stream(2))
+    assert streams.waits == [(5, 2)]
+    assert live(arena) == 0
+
+
+def test_a_buffer_that_is_not_made_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(source="host")
+    resource = arena.memory_resource()
+    with pytest.raises(TypeError):
+        resource.allocate(4096, stream=object())
+    assert live(arena) == 0
+
+    def half_made(address: int, size: int, resource: object, *, stream: object) -> None:
+        resource.deallocate(address, size, stream=stream)  # type: ignore[attr-defined]
+        others.append(arena.alloc(size))
+        raise RuntimeError("no context")
+
+    others: list[object] = []
+    monkeypatch.setattr(BUFFER, SimpleNamespace(from_handle=half_made))
+    with pytest.raises(RuntimeError, match="no context"):
+        resource.allocate(4096, stream=None)
+    assert live(arena) == 1, "which is somebody else's"
+    arena.cache.audit()
 
 
 @pytest.mark.gpu

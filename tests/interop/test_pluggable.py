@@ -15,7 +15,7 @@ from devalloc import Arena, InvalidArgument
 from devalloc.cache import Cache
 from devalloc.interop import pluggable
 from devalloc.interop.pluggable import AllocationWarning
-from devalloc.sources import SimulatedSource
+from devalloc.sources import HostSource, SimulatedSource
 from tests.arena.support import MIB, FakeStreams
 from tests.interop.support import called
 
@@ -86,10 +86,51 @@ def test_one_arena_for_each_device(engine: Cache) -> None:
     assert engine.stats()["allocation.all.current"] == 0
 
 
-def _on(index: int) -> Cache:
+def _on(index: int | None) -> Cache:
     source = SimulatedSource()
-    source.device = torch.device("cuda", index)
+    source.device = torch.device("cuda") if index is None else torch.device("cuda", index)
     return Cache(source, streams=FakeStreams())
+
+
+def _crooked() -> SimulatedSource:
+    source = SimulatedSource(granularity=64)
+    source.device = torch.device("cuda", 0)
+    return source
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": "cuda:9"},
+        {"device": "nonsense"},
+        {"device": "cpu"},
+        {"device": "cuda:3"},
+        {"source": "host"},
+        {"source": "none"},
+        {"source": HostSource()},
+        {"source": HostSource(), "device": "cuda:0"},
+        {"source": _on(9).source},
+        {"source": _on(None).source},
+        {"source": _on(0).source, "device": "cuda:1"},
+        {"source": _crooked()},
+        {"source": 7},
+        {"policy": "none"},
+        {"limit": 2.0},
+    ],
+    ids=str,
+)
+def test_bad_options_change_nothing(
+    engine: Cache, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
+) -> None:
+    """On a machine with four devices; the last has an arena."""
+    changed: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("initialises CUDA"))
+    monkeypatch.setattr(pluggable, "replace_allocator", lambda: changed.append(True))
+    with pytest.raises(InvalidArgument):
+        Arena.install(**options)  # type: ignore[arg-type]
+    assert not changed
 
 
 def test_too_late_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
