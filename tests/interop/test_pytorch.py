@@ -84,11 +84,11 @@ def test_callbacks_wait_for_no_lock_of_the_engine() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        inside.set()
-        assert leave.wait(20)
+        with engine._lock:
+            inside.set()
+            assert leave.wait(20)
 
-    engine.on_low_memory(hold)
-    holder = threading.Thread(target=engine.malloc, args=(MIB,))
+    holder = threading.Thread(target=hold)
     holder.start()
     assert inside.wait(20)
     done = threading.Event()
