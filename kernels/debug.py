@@ -229,12 +229,12 @@ def free_guarded(heap, addr, active):
     poison_head(heap, addr, nbytes, mine)
     if watches_all(heap):
         poison_span(addr, nbytes * 0 + HEAD_WORDS, poisoned_words(heap, nbytes), mine)
-    report_wrong(heap, addr, word, active & (mine == 0))
+    report_lanes(heap, addr, word, active & (mine == 0))
     free_any(heap, addr, mine)
 
 
 @triton.jit
-def report_wrong(heap, addr, word, wrong):
+def report_lanes(heap, addr, word, wrong):
     """Record of the ``wrong`` lanes that nothing lives at ``addr``, where the entry is ``word``."""
     while any_lane(wrong):
         lane = first_lane(wrong)
@@ -310,7 +310,7 @@ def shrink(heap, addr, nbytes, owner, word, entry, stays):
     old = atomic_cas(entry, word, tl.where(stays, dead, word))
     asked = stays
     stays = stays & (old == word)
-    report_wrong(heap, addr, old, asked & (stays == 0))
+    report_lanes(heap, addr, old, asked & (stays == 0))
     fence(heap + ERRORS)
     check_guards(heap, addr, entry_size(word), page, BY_REALLOC, stays)
     less = stays & (nbytes != entry_size(word))
