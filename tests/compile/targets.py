@@ -176,7 +176,7 @@ AMD_FUNCTION = re.compile(
 AMD_ATOMIC = re.compile(r"^\s+(?:buffer|flat|global)_atomic_([a-z]+)", re.M)
 AMD_STEP = re.compile(
     r"^\s+(?:(?P<wait>s_waitcnt .*vmcnt\(0\))|(?P<barrier>s_barrier)|(?P<release>buffer_wbl2)"
-    r"|(?P<access>(?:buffer_(?!inv)|flat|global|scratch)_))",
+    r"|(?P<access>(?:buffer_(?!inv)|flat|global|scratch)_)(?P<swap>atomic_cmpswap)?)",
     re.M,
 )
 AMD_KIND = {"cmpswap": "cas", "swap": "exch", "smax": "max", "smin": "min"}
@@ -216,14 +216,18 @@ def read_amdgcn(assembly: str, kernel: str, shared: int) -> Usage:
 def releases_early(body: str) -> bool:
     """Whether one wave writes back what others may still be storing: before the last barrier in
     front of each release all have to wait for what they have under way. (Read line by line: wait
-    and barrier stand together.)"""
-    waited = met = False
+    and barrier stand together. A release with a compare-and-swap is Triton 3.6's own, which makes
+    every one acq_rel: those of the heap are relaxed.)"""
+    waited = met = early = False
     for step in AMD_STEP.finditer(body):
-        if step["release"] and not met:
-            return True
-        if step["barrier"]:
+        if step["release"]:
+            early = not met
+        elif step["barrier"]:
             met = met or waited
         else:
+            if step["access"] and early and not step["swap"]:
+                return True
             waited = step["wait"] is not None
             met = met and step["access"] is None
+            early = early and step["access"] is None
     return False

@@ -64,19 +64,21 @@ def test_races_are_found(outer: list[str], inner: list[str], expected: list[str]
 
 
 WAIT, MEET, RELEASE = "\ts_waitcnt vmcnt(0) lgkmcnt(0)", "\ts_barrier", "\tbuffer_wbl2 sc1"
+ATOMIC, SWAP = "\tglobal_atomic_or_x2 v[0:1], v[2:3], off", "\tglobal_atomic_cmpswap_x2 v[0:1]"
 STORE, SCALAR_WAIT = "\tglobal_store_dwordx2 v[0:1], v[2:3], off", "\ts_waitcnt lgkmcnt(0)"
 
 
 @pytest.mark.parametrize(
     ("lines", "early"),
     [
-        ([STORE, WAIT, MEET, RELEASE], False),
-        ([STORE, WAIT, MEET, SCALAR_WAIT, MEET, "\tv_mov_b32 v0, 0", RELEASE], False),
-        ([STORE, MEET, RELEASE], True),
-        ([STORE, SCALAR_WAIT, MEET, RELEASE], True),
-        ([STORE, WAIT, RELEASE], True),
-        ([STORE, WAIT, MEET, STORE, RELEASE], True),
-        ([STORE, WAIT, MEET, RELEASE, WAIT, STORE, MEET, RELEASE], True),
+        ([STORE, WAIT, MEET, RELEASE, ATOMIC], False),
+        ([STORE, WAIT, MEET, SCALAR_WAIT, MEET, "\tv_mov_b32 v0, 0", RELEASE, ATOMIC], False),
+        ([STORE, MEET, RELEASE, ATOMIC], True),
+        ([STORE, SCALAR_WAIT, MEET, RELEASE, ATOMIC], True),
+        ([STORE, WAIT, RELEASE, WAIT, ATOMIC], True),
+        ([STORE, WAIT, MEET, STORE, RELEASE, ATOMIC], True),
+        ([STORE, WAIT, MEET, RELEASE, ATOMIC, WAIT, STORE, MEET, RELEASE, ATOMIC], True),
+        ([STORE, MEET, RELEASE, SWAP, ATOMIC], False),
         ([STORE, MEET], False),
     ],
 )
