@@ -166,8 +166,9 @@ class Arena(Owner):
     def close(self) -> None:
         """Refuse new allocations and give back all memory that nobody uses.
 
-        Memory of living tensors, heaps and blocks goes back when they do. Waits for streams that
-        still use freed memory. Closing again is harmless, and gives back what could not be before.
+        Memory of living tensors, heaps and blocks goes back when they do. This and those later
+        frees wait for streams that still use freed memory. Closing again is harmless, and gives
+        back what could not be before.
 
         Raises
         ------
@@ -298,7 +299,7 @@ class Arena(Owner):
         try:
             return Block(self, address, self._cache.size_of(address) if address else 0)
         except BaseException:
-            # Not for this block's sake: a free that came amid `malloc` is done now, and may fail.
+            # (Ctrl-C, for instance: nobody would know the block.)
             self._cache.free(address)
             raise
 
@@ -502,7 +503,8 @@ class _ArenaSource:
         return self._arena._malloc(nbytes, stream)
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
-        self._arena._cache.free(address)
+        # (When a segment ends, which may be in the middle of anything.)
+        self._arena._cache.free_in_finalizer(address)
 
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
         return self._arena._source.view(segment, offset, nbytes)

@@ -51,6 +51,8 @@ def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         try:
             blank = torch.empty(0, dtype=dtype, device=device)
+            if type(blank) is not torch.Tensor:  # which must not be kept for those who come later
+                raise InvalidArgument(f"an arena has no tensors of the kind {type(blank).__name__}")
             blank.data.set_(blank.untyped_storage(), 0, (0,))  # type: ignore[call-overload]
         except RuntimeError as error:
             raise InvalidArgument(f"an arena has no tensors of {dtype}") from error
@@ -160,7 +162,7 @@ class TensorStay(Stay):
 
     def _gone(self, _: object) -> None:
         self._parking.end(self)
-        self.cache.free(self.address)
+        self.cache.free_in_finalizer(self.address)
 
     def forget(self) -> None:
         self._template = self._storage = self._watch = None

@@ -228,6 +228,20 @@ class Core(Owner):
                 if self._urgent:
                     self._settle()
 
+    def free_in_finalizer(self, address: int) -> None:
+        """`free`, waiting for no thread, for it may wait for a lock of this one: in a finalizer
+        inside another cache, or amid a fork."""
+        if not self._lock.acquire(blocking=False):
+            self._returned.append(address)  # for the next call
+            if self._store.closed:
+                self._settle()
+            return
+        try:
+            self._returned.append(address)
+            self._settle()
+        finally:
+            self._lock.release()
+
     # The whole way --------------------------------------------------------------------------------
 
     @contextmanager
@@ -255,11 +269,13 @@ class Core(Owner):
             if self._inside:
                 self._urgent = self._store.closed
                 return
-            self._inside = True
-            try:
-                self._free_noted()
-            finally:
-                self._inside = False
+            self._urgent = True
+            while self._urgent:  # again for what finalizers note meanwhile
+                self._inside = True
+                try:
+                    self._free_noted()
+                finally:
+                    self._inside = False
 
     def close(self) -> None:
         """Give idle segments back now, and every other one when its last block is freed.
@@ -325,7 +341,12 @@ class Core(Owner):
         block = self._store.blocks.get(address)
         if block is not None and block.state == LIVE:
             if self._attention:
-                self._free(block)
+                try:
+                    self._free(block)
+                except BaseException:
+                    if block.state == LIVE:
+                        self._store.postpone(block)  # nobody has it who could free it again
+                    raise
             else:
                 self._store.put_back(block)  # which is all when nothing unusual is going on
 
@@ -398,12 +419,13 @@ class Core(Owner):
         if not self._holders:
             return None
         with self._let_others_in(request):
-            self._lock.release()
+            # As `Condition.wait` does it: Ctrl-C would end `acquire`, and the call go on without.
+            held = self._lock._release_save()  # type: ignore[attr-defined]
             try:
                 for callback in tuple(self._holders):
                     callback()
             finally:
-                self._lock.acquire()
+                self._lock._acquire_restore(held)  # type: ignore[attr-defined]
         return self._find(request)
 
     def _wait_for_frees(self, request: Request) -> Block | None:
@@ -425,7 +447,7 @@ class Core(Owner):
         store = self._store
         if store.captures:
             return None
-        changed = bool(store.queues or self._returned or self.parking.stacks)
+        changed = bool(store.queues or store.deferred or self._returned or self.parking.stacks)
         store.wait_for_events()
         self._free_noted()
         return self._find(request) or (self.policy.miss(store, request) if changed else None)

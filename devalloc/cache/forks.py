@@ -39,14 +39,17 @@ def _living() -> list[Core]:
 def _before() -> None:
     caches = _living()
     deadline = time.monotonic() + _PATIENCE_S
+    # Known at once: Ctrl-C ends this function and not the fork, and what is held must be let go.
+    held = _HELD[threading.get_ident()] = []
     while True:
         late = time.monotonic() > deadline
-        held = [cache for cache in caches if cache.hold(0 if late else _SLICE_S)]
+        for cache in caches:
+            if cache.hold(0 if late else _SLICE_S):
+                held.append(cache)
         if late or len(held) == len(caches):
             break
-        for cache in held:
-            cache.let_go()
-    _HELD[threading.get_ident()] = held
+        while held:
+            held.pop().let_go()
 
 
 def _after_in_parent() -> None:

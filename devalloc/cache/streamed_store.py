@@ -20,6 +20,7 @@ from devalloc.cache import ledger as rows
 from devalloc.cache.bfc_policy import BfcPolicy
 from devalloc.cache.blocks import FREE, PENDING, Block, Segment
 from devalloc.cache.each import for_each
+from devalloc.cache.finalizers import for_finalizers
 from devalloc.cache.history import History
 from devalloc.cache.policy import Policy
 from devalloc.cache.store import Store
@@ -93,6 +94,15 @@ class StreamedStore(Store):
             self.deferred.append((block, streams))
         else:
             self._enqueue(block, events)
+            if self.closed:
+                self.wait_for_events()  # nobody may ask for them any more
+
+    def postpone(self, block: Block) -> None:
+        """`defer` of a block whose events could not be recorded, until that succeeds."""
+        self.history.free_requested(block)
+        self.ledger.rows.extend((block.size | rows.FREE_REQUESTED | block.home.pool.index, 0))
+        block.state = PENDING
+        self.deferred.append((block, self.uses.pop(block.address, set())))
 
     def _record(self, streams: set[int]) -> list[tuple[int, Event]]:
         return [(stream, self.streams.record(stream)) for stream in sorted(streams)]
@@ -115,10 +125,8 @@ class StreamedStore(Store):
 
     def give_back(self) -> None:
         """Give back all that is idle, with what events still hold; not during a capture."""
-        try:
-            self.wait_for_events()
-        finally:
-            self.release_cached()
+        steps = () if self.captures else (self._record_deferred, self._drain_all)
+        for_each(lambda step: step(), (*steps, self.release_cached))
 
     def end_capture(self) -> None:
         """Treat what was freed during captures, once the last one has ended."""
@@ -131,7 +139,7 @@ class StreamedStore(Store):
     def _release_late(self) -> None:
         """Give back what nobody has a use for, and what a capture kept here."""
         if self.closed:
-            self.release_cached()
+            self.give_back()
         else:
             unused = [pools for pools in self.privates.values() if pools.uses == 0]
             for_each(self.release_unused, unused)
@@ -167,7 +175,11 @@ class StreamedStore(Store):
         if self.captures:
             return
         if self.deferred:
-            self._record_deferred()
+            # Not whose call this is: it goes on with what there is.
+            for_finalizers(StreamedStore._record_deferred, [self])
+        self._drain_all()
+
+    def _drain_all(self) -> None:
         if self.queues:
             self.counts["num_sync_all_streams"] += 1
         for stream in list(self.queues):

@@ -75,7 +75,12 @@ class ArenaMemoryResource(MemoryResource):
     def _free(self, block: Block) -> None:
         # First here: once it is free the address may be another buffer's.
         del self._blocks[block.address]
-        self._arena.free(block)
+        try:
+            self._arena.free(block)
+        except BaseException:
+            if self._arena.cache.owns(block.address):
+                self._blocks.setdefault(block.address, block)
+            raise
 
     @property
     def is_device_accessible(self) -> bool:

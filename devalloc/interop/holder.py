@@ -54,4 +54,4 @@ class Holder:
         # Without a block the constructor has failed.
         block = getattr(self, "_block", None)
         if block is not None:
-            self._arena.free(block)
+            self._arena.cache.free_in_finalizer(block.address)

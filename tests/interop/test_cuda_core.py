@@ -129,6 +129,25 @@ def test_a_return_that_fails_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("made")
+def test_a_buffer_that_could_not_be_freed_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, streams = on_a_device(monkeypatch)
+    resource = arena.memory_resource()
+    address = resource.allocate(4096, stream=Stream(5))
+    arena.cache.record_stream(address, 7)
+
+    def broken(stream: int) -> object:
+        raise RuntimeError("no event")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streams, "record", broken)
+        with pytest.raises(RuntimeError, match="no event"):
+            resource.deallocate(address, 4096, stream=Stream(5))
+    assert live(arena) == 1
+    resource.deallocate(address, 4096, stream=Stream(5))
+    assert live(arena) == 0
+
+
+@pytest.mark.usefixtures("made")
 def test_the_per_thread_default_stream_owns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may give back: it is this thread's then."""
     arena, streams = on_a_device(monkeypatch)
