@@ -121,9 +121,9 @@ class Heap(Owner):
         self.base = data.address + front
         self._tags = Tags()
         self._debug = DebugTable(source, pages, self.base, debug == "full") if debug else None
-        self._tables = () if self._debug is None else (self._debug.segment,)
         # Kernels that have the handle reach everything else.
-        self._control = Segment(source, self._geometry.words * 8, keeps=(data, *self._tables))
+        keeps = (data,) if self._debug is None else (data, self._debug.segment)
+        self._control = Segment(source, self._geometry.words * 8, keeps=keeps)
         self._data: Segment | None = data
         self._handle = self._control.view().view(torch.int64)
         self._initialise()
@@ -175,8 +175,7 @@ class Heap(Owner):
             leaks = self.leaks() if warn and self._debug is not None else None
             heap_state.retire(self._handle)
             self._synchronise()
-            self._control.keeps = self._tables
-            self._tables = ()
+            self._control.keeps = () if self._debug is None else (self._debug.segment,)
             self._data = None
             self._debug = None
             self._handle = torch.empty(0, dtype=torch.int64, device="cpu")
