@@ -246,7 +246,9 @@ class Heap(Owner):
         message = ", ".join(
             f"{count} x {name}" for count, (_, name) in zip(counts, _KINDS, strict=True) if count
         )
-        fault = self.faults()[0]
+        # (A program that was killed between the two may have counted an error and not recorded it.)
+        unrecorded = next(kind for kind, count in enumerate(counts) if count), 0, 0, 0
+        fault = (self.faults() or [self._fault(*unrecorded)])[0]
         details = fault.message
         if fault.kind is OutOfMemory and fault.size <= self.capacity:
             details += f"; now {heap_state.describe(self.stats())}; make the heap larger"

@@ -13,6 +13,7 @@ import torch
 
 from devalloc.errors import CorruptionError
 from devalloc.kernels import layout
+from devalloc.kernels.pages import EPOCH
 from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, PAGE_BYTES, format_size
 
 FREE, SLAB, RUN = 0, 1, 2
@@ -284,7 +285,7 @@ class State:
         """How many programs are in the middle of something; 0 at rest."""
         step = layout.TRANSIT_STRIDE.value
         end = layout.TRANSIT.value + layout.TRANSIT_STRIPES.value * step
-        return int((self.table[layout.TRANSIT.value : end : step] & ((1 << 20) - 1)).sum())
+        return int((self.table[layout.TRANSIT.value : end : step] & (EPOCH.value - 1)).sum())
 
     def _shelved_counted(self) -> int:
         start, step = layout.TRANSIT.value + layout.SHELVED.value, layout.TRANSIT_STRIDE.value

@@ -13,15 +13,20 @@ from tests.conftest import ON_GPU
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.skipif(ON_GPU, reason="the example interleaves interpreted kernels")
-def test_lock_free_stack_shows_the_bug_and_the_repair() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.lock_free_stack"],
+def run(example: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", f"examples.{example}"],
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
+
+
+@pytest.mark.skipif(ON_GPU, reason="the example interleaves interpreted kernels")
+def test_lock_free_stack_shows_the_bug_and_the_repair() -> None:
+    done = run("lock_free_stack")
     assert done.returncode == 1
     assert "schedules (all)" in done.stdout
     assert "all nodes [1, 1, 0, 2, 3]" in done.stderr
@@ -32,15 +37,7 @@ def test_lock_free_stack_shows_the_bug_and_the_repair() -> None:
 
 
 def test_debug_heap_names_the_culprit() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.debug_heap"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run("debug_heap")
     assert done.returncode == 1, done.stderr
     assert re.search(r"neighbour lists +4 +40 B", done.stdout)
     sentence = done.stderr.splitlines()[-1]
@@ -51,15 +48,7 @@ def test_debug_heap_names_the_culprit() -> None:
 
 
 def test_mailboxes_lose_no_letter() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.mailboxes"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run("mailboxes")
     assert done.returncode == 0, done.stderr
     found = re.fullmatch(r"written (\d+), read (\d+), left in the boxes (\d+)\n", done.stdout)
     assert found

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from devalloc import Arena, DoubleFree, Heap, InvalidArgument, InvalidFree, OutOfMemory
 from devalloc import kernels as da
+from devalloc.kernels import layout
 from devalloc.sizes import PAGE_BYTES
 from devalloc.sources import CudaSource, HostSource, Segment, Source
 from tests.conftest import ON_GPU
@@ -230,6 +231,16 @@ def test_the_first_errors_can_all_be_read() -> None:
         with pytest.raises(DoubleFree):
             heap.check()
         assert heap.faults() == []
+
+
+def test_an_error_that_was_counted_and_not_recorded_is_raised() -> None:
+    """As a program leaves it that is killed in the middle of `record_error`."""
+    with Heap("1MiB") as heap:
+        heap.handle[layout.ERRORS.value + layout.E_OUT_OF_MEMORY.value] = 3
+        assert heap.faults() == []
+        with pytest.raises(OutOfMemory, match="3 x out of memory"):
+            heap.check()
+        heap.check()
 
 
 def test_a_debug_heap_tells_of_failures_behind_its_own() -> None:

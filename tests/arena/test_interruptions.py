@@ -6,7 +6,6 @@ import concurrent.futures.thread
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -195,15 +194,7 @@ def test_what_ends_amid_the_end_of_a_close_goes_back() -> None:
     assert not source.live
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Errors of finalizers, of which Python can only tell."""
-    errors: list[str] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda what: errors.append(str(what.exc_value)))
-    return errors
-
-
-def test_a_tensor_whose_event_cannot_be_recorded_is_freed_later(told: list[str]) -> None:
+def test_a_tensor_whose_event_cannot_be_recorded_is_freed_later(unraisable: list[str]) -> None:
     arena = Arena(source="host")
     streams = with_streams(arena)
     tensor = arena.empty(1000)
@@ -211,14 +202,14 @@ def test_a_tensor_whose_event_cannot_be_recorded_is_freed_later(told: list[str])
     streams.broken = True
     del tensor
     gc.collect()
-    assert set(told) == {"invalid resource handle"}
+    assert set(unraisable) == {"invalid resource handle"}
     streams.broken = False
     arena.empty_cache()
     assert arena.stats()["allocated_bytes.all.current"] == 0
     arena.close()
 
 
-def test_who_runs_out_does_not_fail_for_anothers_event(told: list[str]) -> None:
+def test_who_runs_out_does_not_fail_for_anothers_event(unraisable: list[str]) -> None:
     arena = Arena(source="host", limit="64MiB")
     streams = with_streams(arena)
     block = arena.alloc(1000)
@@ -230,7 +221,7 @@ def test_who_runs_out_does_not_fail_for_anothers_event(told: list[str]) -> None:
     pool.release()
     arena.free(arena.alloc("40MiB"))
     arena.free(arena.alloc("50MiB"))
-    assert set(told) == {"invalid resource handle"}
+    assert set(unraisable) == {"invalid resource handle"}
     streams.broken = False
     arena.empty_cache()
     assert arena.stats()["allocated_bytes.all.current"] == 0

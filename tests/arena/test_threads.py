@@ -343,14 +343,6 @@ def test_a_close_that_fails_may_be_repeated() -> None:
     assert not source.live
 
 
-@pytest.fixture
-def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What Python was told of errors in finalizers."""
-    told: list[str] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda args: told.append(str(args.exc_value)))
-    return told
-
-
 def test_a_finalizers_free_that_fails_stops_nothing(unraisable: list[str]) -> None:
     source = Interrupting()
     cache = Cache(source, "torch")
