@@ -13,9 +13,9 @@ Linearisation
     live bit is what other frees see, the subtraction from the page word what mallocs see; a free in
     between is a double free either way.
 Order
-    Poison is written before the fence at the start of ``free_any``, so the next malloc of the
-    block, which acquires behind it, reads poison. A free fences before it looks at guards, so that
-    it sees what was written before the address was handed to it, by whatever atomics.
+    Poison is written before the fence at the start of ``free_any``, and the next malloc of the
+    block fences behind its claim, so it reads poison. A free fences before it looks at guards, so
+    that it sees what was written before the address was handed to it, by whatever atomics.
 Reuse (ABA)
     A free with an address that was handed out again is a free of the new block, as in ``heap``.
 Progress
@@ -120,6 +120,8 @@ def adopt(heap, addr, padded, active):
     """
     got = addr != 0
     large = got & (padded > MAX_SLOT)
+    # What the last owner left is looked at. A ticket that outlives its batch has not acquired it.
+    fence(heap + ERRORS)
     page, _granule = place_of(load_base(heap), addr)
     use = page_use(padded, active)
     # All that depends on the address alone is on its way before any is waited for.

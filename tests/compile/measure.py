@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from tests.compile.cases import MANY, ONE, REFERENCE, all_cases, user_case
 ROOT = Path(__file__).resolve().parents[2]
 Measured = dict[str, dict[str, Any]]
 
+TARGETS = ("cuda80", "cuda90", "cuda100", "gfx942")
+
 # Kernels whose compile time is measured, each so many times; and how long the reference took on
 # the machine whose seconds the bounds are given in.
 TIMED = {"pair_scalar": ONE, "pair_lanes": MANY}
@@ -31,13 +34,14 @@ ATTEMPTS = 3
 REFERENCE_SECONDS = 0.34
 
 
-def measure_all(workers: int | None = None) -> Measured:
-    """Return the usage of every "case@target", as dictionaries.
+def measure_all(targets: Sequence[str] = TARGETS) -> Measured:
+    """Return the usage of every "case@target" of these targets, as dictionaries.
 
     A kernel that did not compile has the single entry "error", with the compiler's message.
     """
-    workers = workers or os.cpu_count() or 1
-    children = [start_child("usage", f"{part}/{workers}") for part in range(workers)]
+    workers = os.cpu_count() or 1
+    shares = [f"{part}/{workers}" for part in range(workers)]
+    children = [start_child("usage", share, *targets) for share in shares]
     merged: Measured = {}
     for child in children:
         merged |= finish_child(child)
@@ -99,12 +103,12 @@ def finish_child(child: subprocess.Popen[str]) -> dict[str, Any]:
 # In the children
 
 
-def usage_of_part(part: int, parts: int) -> Measured:
-    from tests.compile.targets import TARGETS, usage
+def usage_of_part(part: int, parts: int, targets: Sequence[str]) -> Measured:
+    from tests.compile.targets import usage
 
     measured = {}
     for case in all_cases()[part::parts]:
-        for target in TARGETS:
+        for target in targets:
             try:
                 row = asdict(usage(case, target))
             except Exception as error:  # whatever the compiler or its tools raise
@@ -176,9 +180,9 @@ def main(arguments: list[str]) -> None:
                 sys.exit(1)
             for kernel, seconds in compile_seconds().items():
                 print(f"{kernel:<40} {seconds:.2f} s of the reference machine to compile")
-        case ["usage", share]:
+        case ["usage", share, *targets]:
             part, parts = map(int, share.split("/"))
-            print(json.dumps(usage_of_part(part, parts)))
+            print(json.dumps(usage_of_part(part, parts, targets)))
         case ["seconds"]:
             print(json.dumps(seconds_of_compilation()))
         case _:
