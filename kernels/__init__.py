@@ -5,14 +5,14 @@
     addr = da.malloc(heap, nbytes)
     da.free(heap, addr)
 
-Layers, from the bottom: ``bits`` (words of bits), ``atomics`` (reading what changes), ``layout``
-(where everything lies), ``record`` (errors), ``pages`` (runs of pages), ``live`` (live bits),
-``shelf`` (pages kept as they are), ``detached`` (slabs that are drawn from), ``batches`` (of pages,
-for the stripes of size classes), ``slabs`` (how slots are found when there are no tickets),
-``heap`` (malloc and free); for debug heaps ``table`` (what is known of every block), ``guards``
-(red zones and poison), ``debug`` (malloc and free with both); ``api`` (what a kernel calls),
-``upkeep`` and ``debug_upkeep`` (what the host launches). The protocol and why it is correct:
-docs/design.md.
+Layers, from the bottom: ``bits`` (words of bits), ``layout`` (where everything lies), ``atomics``
+(reading what changes; the fence), ``record`` (errors), ``lanes`` and ``groups`` (lanes of a block),
+``pages`` (runs of pages), ``live`` (live bits), ``shelf`` (emptied pages, kept as they are),
+``detached`` (slabs that are drawn from), ``batches`` (pages for the stripes of size classes),
+``slabs`` (finding slots when there are no tickets), ``heap`` (malloc and free); for debug heaps
+``table`` (what is known of every block), ``guards`` (guard bytes and poison), ``debug`` (malloc and
+free with both); ``api`` (what a kernel calls), ``upkeep`` and ``debug_upkeep`` (what the host
+launches). Where to begin: kernels/README.md. The protocol and why it is correct: docs/design.md.
 """
 
 from .api import free, malloc, realloc, usable_size, zeros

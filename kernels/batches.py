@@ -3,12 +3,12 @@
 The argument is in ``slabs``, with the account (A) and the order of what happens here.
 
 Shared words and their writers
-    *Stripe word* (class, stripe): swap, refill and install exchange it. (Tickets are subtracted in
-    ``heap``; ``slabs`` takes duties, and its flush exchanges both words.)
-    *Spare* (class, stripe): swap and put_aside compare and swap it, refill, prefetch and install
-    exchange it. It is ready, with all its credits (or those that two refills at once left of
-    them), or it is used up and rests: then it has none. Its pages are attached in both cases.
-    *Page word*: open, renew and detach change the state.
+    *Stripe word* (class, stripe): swap, refill and install exchange it. (``heap`` and ``slabs``
+    subtract tickets from it; ``slabs`` takes duties, and its flush exchanges both words.)
+    *Spare* (class, stripe): swap and put_aside compare and swap it; refill, prefetch and install
+    exchange it. It is *ready*, with all its credits (or those that two refills at once left of
+    them), or it is used up and *rests*, with none. Its pages are attached in both cases.
+    *Page word*: open_pages, renew and detach change the state.
     *HELD*: how many pages are in batches; says only how much memory is spread, never whose it is.
 """
 
@@ -57,18 +57,18 @@ from .pages import (
 )
 from .shelf import estimate_shelved, own_place, shelved_ptr, take_shelved
 
-SPARED = tl.constexpr(4)  # pages of a batch that gets a spare when half of it is used
-FIRST_LOG2 = tl.constexpr(2)  # the first batch of a stripe is so much shorter than the longest
-FIRST_SIZE_LOG2 = tl.constexpr(7)  # but has 2**(k - 7) pages for slots of 2**k bytes, or SPARED
+SPARED = tl.constexpr(4)  # a batch of so many pages or more gets a spare when half of it is used
+FIRST_LOG2 = tl.constexpr(2)  # the longest batch is 2**this times as long as a stripe's first,
+FIRST_SIZE_LOG2 = tl.constexpr(7)  # which has 2**(k - 7) pages for slots of 2**k bytes, or SPARED
 PLENTY = tl.constexpr(4)  # sixteenths of the heap: while stripes hold less, batches grow fast
-REFILLING = tl.constexpr(-1)  # stripe word without a batch and below zero: somebody refills
-# The same, with a page: nobody refills, because there are slots to be drawn.
+REFILLING = tl.constexpr(-1)  # a stripe word below zero, without a batch: somebody refills
+# Likewise, but its page is not 0: nobody refills, because there are slots to be drawn.
 DRAWING = tl.constexpr((1 << 32) - 1)
 
 
 @triton.jit
 def unissued_slots(batch, credits, slots, lane):
-    """Of each page ``lane`` of a batch, how many slots no ticket was given for (int32).
+    """For each page ``lane`` of a batch, how many slots no ticket was given for (int32).
 
     Tickets go through a batch from its first page on, so what is left is at its end.
     """
@@ -78,15 +78,15 @@ def unissued_slots(batch, credits, slots, lane):
 
 @triton.jit(noinline=True)
 def detach(heap, cls, word):
-    """Dissolve the batch of a stripe word that only the caller has; returns 0.
+    """Dissolve the batch, if any, of a stripe word that only the caller has; returns 0.
 
-    Unused credits go out of the account of its pages. The caller is in transit, and may end it
-    without a fence.
+    Its pages become detached and published, and unused credits leave their account. The caller is
+    in transit, and may end it without a fence.
     """
     page, batch = stripe_place(word)
     if batch > 0:
         # (Triton 3.6 puts no barrier between what callers read of shared memory and what is written
-        # to it here: a warp that comes late would read that.)
+        # to it here: a warp that is late would read the new values.)
         tl.debug_barrier()
         lane = tl.arange(0, 64)
         credits = stripe_credits(word)
@@ -113,8 +113,8 @@ def detach(heap, cls, word):
 def renew(heap, cls, old, least):
     """Make the pages at the front of a dry batch that are free again into a new batch.
 
-    ``old`` is a stripe word that only the caller has, who is in transit. Returns a stripe word for
-    the first k of its pages; or 0, and nothing has changed, if k is below ``least``. Tickets go
+    Only the caller has the stripe word ``old``, and it is in transit. Returns a stripe word for the
+    first k of its pages; or 0, and nothing has changed, if k would be below ``least``. Tickets go
     through a batch from the front, so that is where pages are free first.
     """
     lane = tl.arange(0, 64)
@@ -134,11 +134,11 @@ def renew(heap, cls, old, least):
 
 @triton.jit(noinline=True)
 def open_pages(heap, cls, batch, least, used, state, takers):
-    """Take up to ``batch`` (1 to 64, int32) adjacent pages, or half or a quarter and so on, but not
+    """Take ``batch`` (1 to 64, int32) adjacent pages, or else half as many, and so on, but not
     fewer than ``least``, and make them slabs with ``state`` (int64) in their page words, of which
     the first ``used`` slots are out. Returns a stripe word whose credits are those slots, or 0 if
-    there are no such pages. ``takers`` as for the take. The caller is in transit, unless all slots
-    are used."""
+    there are no such pages. ``takers`` as for `take_within_chunk`. The caller is in transit, unless
+    all slots are used."""
     page = tl.full((), -1, tl.int32)
     while (page < 0) & (batch >= least):
         page = take_within_chunk(heap, batch, takers)
@@ -164,19 +164,19 @@ def open_pages(heap, cls, batch, least, used, state, takers):
         count_taken(heap, batch)
         result = pack_stripe(page, batch, used)
         if (state & ATTACHED) == 0:
-            # The page words before the live bits, or a wrong free could come between: whoever has
-            # slots has them from what the exchange returned, which is nothing (FREE). (Those
-            # of a batch have a fence between them: `install`.)
+            # The page words before the live bits, or a wrong free could come between. So what names
+            # the slots is made of what the exchange returned, which is 0 (FREE). (For a batch the
+            # fence of `install` stands between them.)
             result = result | or_lanes(tl.where(mine, was, 0))
     return result
 
 
 @triton.jit(noinline=True)
 def open_whole(heap, cls, need):
-    """As many pages as the caller's ``need`` slots fill, but at least one: a stripe word that
-    goes into no stripe, or 0. What the caller does not need of a single page can be drawn; pages
-    that it fills are hidden until something in them is freed, and come from the shelf, if they lie
-    there."""
+    """As many pages as the caller's ``need`` slots fill, but at least one and at most 32: a stripe
+    word that goes into no stripe, or 0. A page that it does not fill is published: others draw the
+    rest. Pages that it fills are hidden until something in them is freed; they come from the shelf
+    if they lie there."""
     slots = class_slots(cls)
     shared = need < slots
     batch = tl.minimum(tl.maximum(need // slots, 1), 32)
@@ -205,12 +205,12 @@ def announce(heap, stripe):
     heap, to look for pages. A batch may have 0 pages when more than half of what stripes do not
     hold is taken, or all: time to pack rather than to spread.
 
-    While stripes hold less than half of the heap, batches are as long as may be; with every
-    sixteenth more, half as long. (With all classes in use, long ones would hoard most of it.) When
-    more than five eighths of the pages are taken they are short, or what a search has made others
-    give back would be hoarded again at once.
+    While stripes hold less than half of the heap, batches are as long as they may be; half as long
+    from there on, and so on with every sixteenth more. (With all classes in use, long ones would
+    hoard most of it.) They are short as well when more than five eighths of the pages are taken, or
+    what a search has made others give back would be hoarded again at once.
     """
-    # (Not a list of five words: blocks have lengths that are powers of two.)
+    # (Eight lanes for six words: blocks have lengths that are powers of two.)
     what = tl.arange(0, 8)
     ptr = tl.where(what == 0, transit_ptr(heap).to(tl.int64), (heap + USED).to(tl.int64))
     ptr = tl.where(what == 2, (heap + HELD).to(tl.int64), ptr)
@@ -232,20 +232,20 @@ def announce(heap, stripe):
     limit = tl.where((held + taken) * 8 > pages * 5, short, limit)
     packs = (taken * 2 > pages - held) | (used + short > pages)
     limit = tl.where(packs, 0, limit)
-    # Half as many chunks again as what is taken would fill, and one for each stripe: programs that
-    # open batches at the same time are to find chunks of their own. (For a single page, fewer do.)
+    # Half as many chunks again as what is taken would fill, and one for each stripe, so that
+    # programs that open batches at one time find chunks of their own. (For one page, fewer do.)
     front = ((used >> 6) * 3 >> 1) + load_geometry(heap, G_STRIPES).to(tl.int32)
     return pick(seen, 3), pick(seen, 4), limit, share, front
 
 
 @triton.jit
 def next_length(cls, old, limit, share):
-    """How long the batch (int32) is to be that follows the one in stripe word ``old``, of class
+    """The length (int32) of the batch that is to follow the one in stripe word ``old``, of class
     ``cls``: twice as long, or four times until stripes hold a quarter of the heap (``share``: in
-    sixteenths), but not above ``limit``; and a power of two, for hints tell of such runs.
+    sixteenths), but not above ``limit``; and a power of two, as hints tell of such runs.
 
     The first is a quarter of the longest; from an eighth of the heap on, half of that with every
-    sixteenth, down to some slots: classes that are little used stay small where there are many.
+    sixteenth, down to a minimum: where many classes are in use, those little used stay small.
     """
     _page, batch = stripe_place(old)
     log2 = floor_log2(tl.maximum(batch, 1)) + tl.where(share < PLENTY, 2, 1)
@@ -275,8 +275,8 @@ def own_stripe(heap, cls):
 
 @triton.jit
 def half_used(word, slots, count):
-    """Whether ``count`` tickets from stripe word ``word`` used up the first half of its batch, if
-    that is a long one: whoever sees that should :func:`prefetch`."""
+    """Whether ``count`` tickets from stripe word ``word`` used up the first half of its batch, and
+    that is a long one: whoever sees this should :func:`prefetch`."""
     _page, batch = stripe_place(word)
     half = batch * slots >> 1
     credits = stripe_credits(word)
@@ -287,16 +287,16 @@ def half_used(word, slots, count):
 def install(heap, cls, ptr, word):
     """Make ``word`` the stripe word or the spare at ``ptr``, of class ``cls``, and dissolve the
     batch that was there; returns 0. The caller is in transit."""
-    # What the slots' former owners did, and our page words, before whoever takes a ticket.
+    # What the slots' former owners did, and our page words, before what a ticket's owner does.
     fence(ptr)
     return detach(heap, cls, tl.atomic_xchg(ptr, word, sem="relaxed"))
 
 
 @triton.jit
 def put_aside(heap, cls, stripe, word, keep):
-    """Let the batch in ``word``, which only the caller has, be the spare of ``stripe``, unless
-    somebody else has put another there: then, or without ``keep``, it is dissolved. The caller is
-    in transit."""
+    """Make the batch in ``word``, which only the caller has, the spare of ``stripe``. If another
+    is there by now, or without ``keep``, it is dissolved. Credits below zero become 0: it rests.
+    The caller is in transit."""
     _page, batch = stripe_place(word)
     if keep & (batch > 0):
         fence(stripe)
@@ -312,7 +312,7 @@ def swap(heap, cls, stripe, need):
     caller owns the first min(need, credits), or 0. The batch that is used up rests.
 
     The usual refill, so it is short: few programs of a launch come here, and each has to wait for
-    instructions that no other has fetched."""
+    instructions that no other has fetched yet."""
     announced = begin_transit(heap)
     place = atomic_load(stripe + SPARE)
     # (Announced before anything is taken: by what the announcement returned.)
@@ -336,14 +336,14 @@ def swap(heap, cls, stripe, need):
 def refill(heap, cls, stripe, need):
     """Give ``stripe``, of class ``cls``, which is dry and has no spare to :func:`swap`, a batch and
     keep up to ``need`` slots of it for the caller (int32 scalars). Returns (place, ones, twos): a
-    stripe word of whose credits the caller owns the first min(need, credits), 0 and 0; or a draw;
-    or zeros.
+    stripe word of whose credits the caller owns the first min(need, credits), 0 and 0; or what
+    :func:`draw` returns; or zeros if there is nothing.
 
-    The stripe is taken away from everybody first: its batches are then ours alone to renew or to
-    detach, and others that come by see it below zero. If the heap fills, slots of detached pages
-    are used before fresh pages are opened: then the stripe stays without a batch, and everybody
-    draws until somebody finds nothing. If not, the batch that is used up rests: if all of it is
-    free again when the next one is used up, it is renewed.
+    The stripe's two words are taken first. Then its batches are ours alone to renew or to detach,
+    and others that come by see it below zero. If the heap fills, slots of detached pages are drawn
+    before fresh pages are opened: the stripe then stays without a batch (DRAWING), and everybody
+    draws until somebody finds nothing. If the heap does not fill, the batch that is used up rests:
+    if all of it is free again when the next one is used up, it is renewed.
     """
     ones = tl.full((), 0, tl.int64)
     twos = ones
@@ -352,13 +352,13 @@ def refill(heap, cls, stripe, need):
     fence(stripe)
     spare = tl.atomic_xchg(stripe + SPARE, ones, sem="acquire")
     old = tl.atomic_xchg(stripe, tl.full((), REFILLING, tl.int64), sem="acquire")
-    # A short batch that is renewed and renewed never grows: it is replaced by a longer one, or put
-    # beside another.
+    # A short batch that is renewed again and again never grows: it is replaced by a longer one, or
+    # put beside another.
     least_renewed = tl.where(spare != 0, tl.minimum(limit, SPARED), SPARED)
     least_renewed = tl.where(limit == 0, 1, least_renewed)
     # (0 if the heap fills: then slots are drawn, nothing rests, and what is opened is one page.)
     length = next_length(cls, old, limit, share)
-    # (Credits that others have found meanwhile are kept.)
+    # (Credits of a batch that others have installed meanwhile are kept.)
     place = tl.where(stripe_credits(spare) > 0, spare, 0)
     place = tl.where(stripe_credits(old) > 0, old, place)
     aside = tl.where(stripe_credits(old) > 0, spare, old)
@@ -367,13 +367,13 @@ def refill(heap, cls, stripe, need):
         rested = tl.where(spare != 0, spare, old)
         page, batch = stripe_place(rested)
         if batch >= least_renewed:
-            # (Where not all of it is free, a longer one is better, if there may be one.)
+            # (If not all of it is free, a longer one is better, if there may be one.)
             least = tl.where(limit >= batch, batch, batch + 1 >> 1)
             place = renew(heap, cls, rested, least)
-        # What is not renewed of it is dissolved, unless it is the old one, which may rest now.
+        # What of it is not renewed is dissolved, unless it is the old one, which may rest now.
         _page, kept = stripe_place(place)
         aside = tl.where((place != 0) & (spare == 0), 0, old)
-        # (Nothing of it may be a page behind the last, which has no number.)
+        # (If nothing is left, `lost` may name a page behind the heap's last, which has no number.)
         lost = pack_stripe(page + kept, batch - kept, kept * 0)
         rests = (place == 0) & (spare == 0)
         detach(heap, cls, tl.where(rests | (kept == batch), 0, lost))
@@ -385,18 +385,18 @@ def refill(heap, cls, stripe, need):
     drawn = (ones | twos) != 0
     install(heap, cls, stripe, tl.where(drawn, DRAWING, place - mine.to(tl.int64)))
     put_aside(heap, cls, stripe, aside, (drawn == 0) & (length > 0))
-    # (What was put, was put by atomics that have returned what decided a branch.)
+    # (All that was put was put by atomics that have returned what decided a branch.)
     end_transit(heap, need * 0 + 1)
     return place, ones, twos
 
 
 @triton.jit(noinline=True)
 def prefetch(heap, cls, stripe):
-    """Have a spare batch ready for ``stripe``, of class ``cls`` (int32 scalar), whose batch is half
-    used; returns 0. The one that rests, if all of it is free again. If its first page is and its
-    last is not, it is left alone: mostly it will be free when it is needed. Or else a new one, if
-    there may be one: then what rests is dissolved. (While there is plenty, a longer one is better
-    than one that rests, or the batches of a stripe would never grow.)"""
+    """Make a spare ready for ``stripe``, of class ``cls`` (int32 scalar), whose batch is half used;
+    returns 0. If all of the resting batch is free again, that is renewed. If its first page is free
+    and its last is not, it is left alone: mostly it will be free when it is needed. Or else a new
+    one is opened, if there may be one, and what rests is dissolved. (While there is plenty, a new,
+    longer one is better than one that rests, or the batches of a stripe would never grow.)"""
     ptr = stripe + SPARE
     word, spare, limit, share, front = announce(heap, stripe)
     _page, batch = stripe_place(word)

@@ -59,8 +59,8 @@ def lowest_bit(x):
 
 @triton.jit
 def shift_left(x, n):
-    """``x << n`` of int64 ``x`` for int32 ``n`` >= 0; 0 from 64 on, as NVIDIA's instruction has it
-    and LLVM's has not."""
+    """``x << n`` of int64 ``x`` for int32 ``n`` >= 0; 0 where ``n`` >= 64, as NVIDIA's instruction
+    gives and LLVM's does not."""
     if has_ptx():
         y = tl.inline_asm_elementwise(
             "shl.b64 $0, $1, $2;", "=l,l,r", [x, n], dtype=tl.int64, is_pure=True, pack=1
@@ -80,7 +80,7 @@ def low_mask(n):
 def select_bit(x, r):
     """Index (int32) of the ``r``-th set bit of ``x``, counted from 0; needs r < popcount(x).
 
-    Halves the place six times. (A loop: unrolled it would be most of what a malloc compiles.)
+    A binary search of six steps. (A loop: unrolled it would be most of the code of a malloc.)
     """
     pos = r * 0
     width = tl.full((), 32, tl.int64)
@@ -95,14 +95,14 @@ def select_bit(x, r):
 
 @triton.jit
 def turn_right(x, n):
-    """``x`` turned right by ``n`` bits, int32 in [0, 63]: bit 0 comes round to bit 63."""
+    """``x`` rotated right by ``n`` bits, int32 in [0, 63]: what leaves at bit 0 enters at 63."""
     return lsr(x, n.to(tl.int64)) | (x << (-n & 63).to(tl.int64))
 
 
 @triton.jit
 def next_bit(x, start):
-    """Index (int32) of the first set bit of ``x``, which has one, from bit ``start`` in [0, 63]
-    (int32) on and round."""
+    """Index (int32) of the first set bit of ``x`` at or above bit ``start`` (int32 in [0, 63]), and
+    if there is none, of its lowest. Needs ``x`` != 0."""
     return (lowest_bit(turn_right(x, start)) + start) & 63
 
 
@@ -131,9 +131,9 @@ def run_starts(x, n):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x of a float in [1, 2**24), at most 2**-23 of it wrong.
+    """1 / x of a float in [1, 2**24), with a relative error of at most 2**-23.
 
-    On CUDA by one instruction: a division must also be right where ``x`` is very small or large.
+    One instruction on CUDA; a division would also have to be right for very small and large ``x``.
     """
     if has_ptx():
         inverse = tl.inline_asm_elementwise(
@@ -148,11 +148,11 @@ def reciprocal(x):
 def divide(x, d):
     """``x // d`` for int32 ``x`` in [0, 2**18) and ``d`` in [1, 2**16), by a float reciprocal.
 
-    The quotient of (x + 1/2) / d is at least 1 / (2 d) away from an integer, and at most
-    2**18 / d * 2**-21 wrong. A fifth of the instructions of an integer division.
+    (x + 1/2) / d is at least 1 / (2 d) away from any integer, and its computed value is off by at
+    most 2**18 / d * 2**-21. A fifth of the instructions of an integer division.
     """
     if has_ptx():
-        # The same in one operation, as all this is in dozens of places: they count when compiling.
+        # The same as one operation: it is inlined in dozens of places, which costs compile time.
         quotient = tl.inline_asm_elementwise(
             """
             {

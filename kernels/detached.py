@@ -1,4 +1,4 @@
-"""Detached pages: slabs that are no stripe's, given back, made findable, drawn from.
+"""Detached pages: slabs that belong to no stripe; they are drawn from, published and retired.
 
 Pages of a chunk are handled together, as the bits of one word. The argument, with that of the
 batches that the pages come from, is in ``slabs``; the account (A) is there too.
@@ -59,13 +59,13 @@ from .shelf import announce_put, count_shelved, put_on_shelf
 
 @triton.jit
 def is_idle(word):
-    """Page words of slabs that nothing is in and nobody uses: they can be retired."""
+    """Page words of detached slabs with out = 0: nobody is inside, so they can be retired."""
     return (word & (KIND_MASK | ATTACHED | OUT_MASK)) == SLAB
 
 
 @triton.jit
 def is_hidden(word):
-    """Page words of detached slabs that no search can find."""
+    """Page words of detached slabs that are not published: no search can find them."""
     return (word & (KIND_MASK | ATTACHED | PUBLISHED)) == SLAB
 
 
@@ -84,18 +84,18 @@ def is_published(word, cls):
 @triton.jit(noinline=True)
 def settle(heap, chunk, pages, word):
     """Do what the words of ``pages`` (a word of bits) of a chunk ask for: retire those that are
-    idle, publish those that no search would find. ``word`` is a guess at all of them, idle or
-    hidden, and of their class. Returns 1 if hints were set, after which transit must not end
+    idle, publish those that are hidden. ``word``, idle or hidden and of their class, is a first
+    guess at the words of all of them. Returns 1 if hints were set, after which transit must not end
     without a fence, or else 0.
 
-    Whose subtraction leaves a page idle or hidden calls this. (Whole pages, and those that
-    unpublish passes, are hidden while they are full: there is nothing to find.) A failed
-    compare-and-swap means that the guess was wrong or the word changed again, so it is looked at
-    again; a page that serves another class by now was retired and is others' business. The
-    caller is in transit: a retired page is in hand until its bit is set, and a page whose flag is
-    set is hidden until its hint is, although other frees rely on the flag and return. The flag
-    comes before the hint, so that :func:`unpublish` sees either the flag or our hint behind its
-    clearing.
+    Whoever leaves a page idle or hidden by a subtraction calls this. (Whole pages, and those that
+    unpublish has dealt with, are hidden while they are full: there is nothing to find.) A failed
+    compare-and-swap means that the guess was wrong or that the word has changed, so it is looked at
+    again; a page that has another class by now was retired, and is the business of others. The
+    caller is in transit: a retired page is in hand until its bit is set, and a page that is being
+    published is invisible until its hint is set, although other frees see the flag and return. The
+    flag comes before the hint, so that behind its clearing of the hint :func:`unpublish` sees the
+    flag, or else our hint is set later and stays.
     """
     lane = tl.arange(0, 64)
     cls = page_class(word)
@@ -119,8 +119,8 @@ def settle(heap, chunk, pages, word):
         # (Drawn full again, it needs no publication, and may lie on the shelf by now.)
         hidden = asks & is_hidden(words) & (idle == 0) & (page_out(words) < class_slots(cls))
         going = any_lane(idle | hidden)
-    # The flags before the hints, and what the frees came after that made pages idle before the
-    # give.
+    # The flags before the hints; and what happened before the frees that made pages idle, before
+    # the give.
     fence(heap + USED)
     bit = tl.full((), 1, tl.int64) << (chunk & 63).to(tl.int64)
     hinted = any_lane(published)
@@ -135,16 +135,16 @@ def settle(heap, chunk, pages, word):
 
 @triton.jit(noinline=True)
 def shelve_filled(heap, page, length, size):
-    """Put ``length`` pages from ``page`` on, of one chunk, on the shelf, if they are slabs of
-    nobody's that are full by their words. The program has cleared the live bits of all their slots,
-    of ``size`` bytes, at once, and has yet to subtract them. Returns what ``put_on_shelf`` does, or
-    0 if they are no such pages (all int32 scalars): then they are to be subtracted as ever.
+    """Put ``length`` pages from ``page`` on, of one chunk, on the shelf, if they are detached and
+    hidden slabs, full by their words. The program has cleared the live bits of all their slots, of
+    ``size`` bytes, at once, and has yet to subtract them. Returns what ``put_on_shelf`` does, or 0
+    if they are no such pages (all int32 scalars): then the slots are to be subtracted as usual.
 
-    Pages of their own for a program that can fill them are nobody else's (``batches.open_whole``),
-    and hidden while they are full. If such a page still is in that state, by (A) all that is in it
-    is what we cleared. So nobody else changes its word, not even a free that once made it hidden
-    and has yet to :func:`settle` it, and what is accounted goes on to whoever takes the page from
-    the shelf.
+    A program that can fill pages gets whole ones (``batches.open_whole``), which nobody else draws
+    from and which are hidden while they are full. If a page is still in that state, then by (A) all
+    that is in it is what we have cleared. So nobody else changes its word, not even a free that
+    once made it hidden and has yet to :func:`settle` it, and what is accounted goes on to whoever
+    takes the page from the shelf.
     """
     lane = tl.arange(0, 64)
     mine = lane < length
@@ -163,11 +163,11 @@ def shelve_filled(heap, page, length, size):
 @triton.jit
 def shelve_filled_lanes(heap, page, size, whole):
     """:func:`shelve_filled` for the adjacent pages of the ``whole`` lanes of a block. Returns the
-    lanes whose pages are gone: all of these, or none."""
+    lanes whose pages went on the shelf: all of these, or none."""
     last = tl.max(tl.where(whole, page, -1), axis=0)
     first = tl.min(tl.where(whole, page, FAR), axis=0)
     gone = whole & (whole == 0)
-    # (In one chunk, which they are not if there are none.)
+    # (Are they in one chunk? If there are none, they are not.)
     if first >> 6 == last >> 6:
         done = first * 0 + 2
         while done == 2:
@@ -189,7 +189,7 @@ def settle_lanes(heap, page, word, asks):
         turn = pick(key, first)
         alike = asks & (key == turn)
         bits = (word & 0) + 1 << (page & 63).to(tl.int64)
-        # (Of what several lanes found of a page, the least is the latest.)
+        # (If several lanes have seen words of one page, the least is the latest.)
         pages = or_lanes(tl.where(alike, bits, 0))
         hinted = hinted | settle(heap, turn >> 6, pages, least_of(word, alike))
         asks = asks & (alike == 0)
@@ -197,7 +197,7 @@ def settle_lanes(heap, page, word, asks):
     if hinted != 0:
         leave_transit(heap, hinted)
     else:
-        # (What else was put, was put by atomics whose results `settle` has looked at.)
+        # (Anything else was put by atomics whose results `settle` has looked at.)
         end_transit(heap, hinted + 1)
 
 
@@ -208,9 +208,9 @@ def settle_lanes(heap, page, word, asks):
 def unpublish(heap, cls, chunk):
     """Clear the hint of class ``cls`` for a chunk in which nothing can be drawn.
 
-    PUBLISHED promises the hint, so it goes first, page by page, and a page that gets a free slot
-    meanwhile is published again by that free (settle). A page that was published behind our back
-    brings the hint back. In transit meanwhile, as in ``pages.drop_hints``.
+    PUBLISHED promises the hint, so it goes first, page by page; a page in which a slot is freed
+    after that is published again by that free (settle). If a page was published behind our back,
+    the hint is set again. In transit meanwhile, as in ``pages.drop_hints``.
     """
     lane = tl.arange(0, 64)
     hint = hint_ptr(heap, ORDERS + cls, chunk)
@@ -232,12 +232,12 @@ def unpublish(heap, cls, chunk):
 @triton.jit
 def draw_from(heap, cls, first, ptr, words, free, free_most, need):
     """Promise the caller up to ``need`` slots in pages of a chunk whose page words, at ``ptr``,
-    were ``words`` and had ``free`` slots, at most ``free_most`` (blocks of 64 in order of the pages
-    from page ``first`` of the chunk on and round): up to three times 2**k slots in each page.
-    Returns k and two words of bits, the pages with one or three times as much and those with two or
-    three; 0 if other programs left nothing. The caller has entered transit, which ends here."""
+    were ``words`` with ``free`` slots, at most ``free_most`` in one. (Blocks of 64, in order of the
+    pages from page ``first`` of the chunk on, and round.) A page gives up to three times 2**k
+    slots. Returns k and two words of bits, the pages that give one or three times 2**k, and those
+    that give two or three; 0 if other programs left nothing. The caller's transit ends here."""
     # The largest k that gives enough and leaves seven eighths of what is free, as slots are soon
-    # found where many are clear. Or half, or nothing; at last the one that gives most.
+    # found where many are clear. Or leaves half, or nothing; at last the one that gives most.
     k = need * 0
     share = free * 0
     most = need * 0
@@ -255,7 +255,7 @@ def draw_from(heap, cls, first, ptr, words, free, free_most, need):
         leave = tl.where(again, leave >> 1, leave)
         most_left = tl.maximum(free_most >> leave, 1)
         step = tl.where(again, floor_log2(tl.minimum(most_left, need)), step - 1)
-    # What is needed of that, from the first page on.
+    # No more of that than is needed, from the first page on.
     before = tl.cumsum(share, axis=0) - share
     share = tl.maximum(tl.minimum(share, (need >> k) - before), 0)
     mine = share > 0
@@ -264,8 +264,8 @@ def draw_from(heap, cls, first, ptr, words, free, free_most, need):
         more = (share << k).to(tl.int64)
         seen = atomic_cas(ptr, expected, tl.where(mine, words + more, 0))
         lost = mine & (seen != expected)
-        # Where others were faster, again, if there still is enough (twice as much, while pages
-        # with more are to be had).
+        # Where others were faster, again, if there still is enough (twice as much, if k was chosen
+        # to leave seven eighths).
         words = tl.where(lost, seen, words)
         left = free_slots(words, cls, class_slots(cls)) >> (k + spare)
         share = tl.where(lost, tl.minimum(share, left), share)
@@ -282,18 +282,18 @@ def draw_from(heap, cls, first, ptr, words, free, free_most, need):
 @triton.jit(noinline=True)
 def draw(heap, cls, need, looks):
     """Draw up to ``need`` slots of class ``cls`` from detached pages of a chunk (all int32).
-    Returns (place, ones, twos).
+    Returns (place, ones, twos), where place = 0 if nothing was found.
 
-    ``ones`` and ``twos`` are words of bits; place is a stripe word without a batch: its page is the
-    first of the chunk that the bits count from. In each page of ``ones`` the caller has 2**k slots,
-    in those of ``twos`` twice as many (in those of both three times), and k is one less than the
-    credits. place = 0: nothing was found.
+    place is written like a stripe word without a batch: its page is the first of the chunk, and its
+    credits are k + 1. ``ones`` and ``twos`` are words of bits, one for each page of the chunk. In
+    each page of ``ones`` the caller has 2**k slots, in those of ``twos`` twice as many, and three
+    times as many in those of both.
 
     At most ``looks`` hinted chunks are looked at; with 0 all are, and hints that lead to nothing
-    are dropped. First fit by address, but over some candidates, up to 16 times as many as the
-    launch has programs, so that these do not meet on the same page words. Each begins at a place of
-    its own among them, and takes it to have slots without looking at the hints, unless ``looks`` is
-    0. Then the hints lead, and the choice is hashed.
+    are dropped. First fit by address, but over several candidates, up to 16 times as many chunks as
+    the launch has programs, so that these do not meet on the same page words. Each program begins
+    at a place of its own among them and guesses that it has slots, without a look at the hints,
+    unless ``looks`` is 0. Then the hints lead, and the choice is hashed.
     """
     lane = tl.arange(0, 64)
     row = ORDERS + cls
@@ -342,7 +342,7 @@ def draw(heap, cls, need, looks):
             target = spread(salt, width * CHUNK_PAGES)
             start = target >> 12
         else:
-            # Nothing from there on: all over from the front, or there is nothing at all.
+            # Nothing from there on: once more from the front, or there is nothing at all.
             left = tl.where(start > 0, left, 0)
             start = start * 0
     return place, ones, twos

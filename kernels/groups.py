@@ -3,9 +3,9 @@
 Owns no state. A warp of an NVIDIA device has an instruction that tells each of its 32 threads
 which others hold the same value. So the lanes that a warp handles together form groups, and one
 lane, the *leader*, can act for its group: one atomic in place of thirty. How Triton spreads a
-block over threads is not ours to know. Lanes with one key may therefore lie in several groups, and
-nothing here relies on how many there are. Copies of one lane in several threads (blocks smaller
-than a warp, reductions of two-dimensional blocks) count once.
+block over threads is not for us to know, so lanes with one key may lie in several groups, and
+nothing relies on how many there are. Copies of one lane in several threads (blocks smaller than a
+warp, reductions of two-dimensional blocks) count once.
 """
 
 import triton
@@ -19,14 +19,14 @@ from .target import has_ptx, is_interpreted
 def alike(keys, active):
     """Groups of ``active`` lanes of a block whose int32 ``keys``, at least 0, are equal.
 
-    Returns ``(leader, rank, count)`` per active lane (int32): the lane that leads its group, the
-    same for the whole group and a member of it; how many of the group come before this lane; and
-    how many there are. On AMD every lane is a group of its own.
+    Returns ``(leader, rank, count)`` per active lane (int32): the lane that leads its group, which
+    is one of the group; how many of the group come before this lane; and how many there are. What
+    inactive lanes get means nothing. On AMD every lane is a group of its own.
     """
     lane = lane_index(keys)
     key = tl.where(active, keys, -1)
     if has_ptx():
-        # `once` has the threads that hold a lane for the first time: what others hold are copies.
+        # `once` has the threads that are the first to hold their lane: what others hold are copies.
         leader, rank, count = tl.inline_asm_elementwise(
             """
             {

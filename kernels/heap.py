@@ -2,12 +2,12 @@
 
 Everything is written once, for a scalar request of the program and for a block of requests, one
 per lane (see ``lanes``). A block whose lanes want one size class takes its tickets by a single
-subtraction; in others, the lanes of a class subtract in groups (see ``groups``), all in one
+subtraction; in other blocks the lanes of each class subtract in groups (see ``groups``), all in one
 instruction.
 
 A malloc is two dependent round trips to memory: the ticket and the claim of the live bit. A free
 is two: the clearing of the live bit, and the subtraction from the page's account. Everything else
-is behind a branch.
+is behind a branch. Why it is correct is said in ``slabs``; runs and ``shelf`` are in theirs.
 """
 
 import triton
@@ -88,9 +88,9 @@ def report_failed(heap, nbytes, failed):
 
 @triton.jit
 def find_class(heap, cls, stripe, rank, active, need, state):
-    """Search slots for ``need`` active lanes, ranked, of one class, beginning at ``stripe``;
-    ``state`` as in ``slabs.find_slots``. Returns the address of the slot that each lane was
-    promised, or 0, and whether anything was found."""
+    """Search slots for the ``need`` active lanes, numbered by ``rank``, of one class, beginning at
+    ``stripe``; ``state`` as in ``slabs.find_slots``. Returns the address of the slot that each lane
+    was promised, or 0, and whether anything was found."""
     size = class_bytes(cls)
     place, ones, twos = find_slots(heap, cls, stripe, need, state)
     slots = slots_of(size)
@@ -100,13 +100,13 @@ def find_class(heap, cls, stripe, rank, active, need, state):
     total = tl.where(drawn, pairs + (popcount(ones) << k), stripe_credits(place))
     got = active & (rank < total)
     if drawn:
-        # Some slots of each page, anywhere in it: first the pages with twice as many.
+        # Some slots of each page, anywhere in it: first those of the pages in `twos`.
         first, _batch = stripe_place(place)
         paired = rank < pairs
         number = tl.where(paired, rank >> 1, rank - pairs) >> k
         at = select_bit(tl.where(paired, twos, ones), tl.where(got, number, 0))
         # Neighbours from some slot on: they lie in different words, or are different bits of one.
-        # (From another one for the third share of a page.)
+        # (The third share of a page begins at another slot.)
         salt = mix(program_index() * 4096 + tl.where(paired, at, at + 64))
         first_slot = (salt & 0xFFFF) * slots >> 16
         slot = first_slot + (rank & (tl.where(paired, 2, 1) << k) - 1)
@@ -150,9 +150,9 @@ def malloc_any(heap, nbytes, active):
             if is_block(nbytes):
                 # (A scalar waits further down, where it costs fewer registers.)
                 if stripe_credits(word) <= 0:
-                    # (Where everybody draws, nobody refills: somebody has to take that duty. And
-                    # whose it is, the first to find no credit left, must refill: others wait for
-                    # that.)
+                    # (No whole pages where everybody draws: nobody refills there, so somebody has
+                    # to find nothing and take that duty. Nor if the refill is ours, as we were the
+                    # first to find too few credits: others wait for it.)
                     whole = (count >= slots_of(size) * DRY_PAGES) & (is_drawing(word) == 0)
                     whole = whole & (duty == 0)
                     if whole == 0:
@@ -166,17 +166,17 @@ def malloc_any(heap, nbytes, active):
     addr = tl.where(got, address_of(base, page, granule), 0)
     rest = active & (got == 0) & (nbytes != 0)
     unserved = any_lane(rest | (taken != 0))
-    # (A bit per class: flags of lanes, kept through all that follows, would cost registers.)
+    # (One bit per class: flags of lanes, kept through all that follows, would cost registers.)
     halves = tl.where(half, (word & 0) + 1 << cls.to(tl.int64), 0)
     if is_block(rest) == 0:
-        # (For a scalar, one function does that and the prefetch.)
+        # (For a scalar, one function does the rest and the prefetch.)
         unserved = unserved | half
     if unserved:
         if is_block(rest):
             lost = got & heard(page, granule, taken)
             crossed = same & (got == 0) & (duty != 0)
             tries = tl.where(alone, small != small, small)
-            # (Who wants one class has waited, or found that there are no whole pages.)
+            # (A block of one class has waited already, or found that there are no whole pages.)
             polls = tl.where(alone, 0, count * 0 + POLLS)
             promised = tl.where(lost, addr, 0)
             more, found = malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls)
@@ -185,7 +185,7 @@ def malloc_any(heap, nbytes, active):
         else:
             addr = malloc_rest_scalar(heap, nbytes, addr, word, (taken != 0).to(tl.int32))
     if is_block(rest):
-        # (Here, not in the code above, which few have fetched.)
+        # (Here, not in the code above, whose instructions few programs have fetched.)
         while halves != 0:
             cls = lowest_bit(halves)
             prefetch(heap, cls, own_stripe(heap, cls))
@@ -197,8 +197,8 @@ def malloc_any(heap, nbytes, active):
 @triton.jit(noinline=True)
 def find_one(heap, cls, duty):
     """:func:`find_class` for a scalar request, beginning at its own stripe, which is ours to refill
-    if ``duty`` is 1: the address it was promised, or 0. (What is computed anew here and behind the
-    call lives across no call, see :func:`malloc_rest_scalar`.)"""
+    if ``duty`` is 1: the address it was promised, or 0. (What is computed again here and after the
+    call need not be kept across a call, see :func:`malloc_rest_scalar`.)"""
     one = duty * 0 + 1
     stripe = own_stripe(heap, cls)
     promised, _any = find_class(heap, cls, stripe, one * 0, one == 1, one, duty)
@@ -207,10 +207,10 @@ def find_one(heap, cls, duty):
 
 @triton.jit(noinline=True)
 def malloc_rest_scalar(heap, nbytes, addr, word, lost):
-    """What :func:`malloc_rest` does, for a scalar request. ``addr`` is where its ticket from
-    stripe word ``word`` led, 0 if it got none; with ``lost`` (int32) that slot is somebody else's.
-    Returns the address. (One function, and all it needs from its arguments: every value that lives
-    across a call costs the caller.)"""
+    """What :func:`malloc_rest` does, for a scalar request, and the prefetch. ``addr`` is where its
+    ticket from stripe word ``word`` led, or 0; with ``lost`` (int32) that slot is somebody else's.
+    Returns the address, 0 if there is none. (One function, which computes what it can from its
+    arguments: every value that the caller keeps across a call costs it registers.)"""
     one = (word & 0).to(tl.int32) + 1
     cls = size_class(tl.minimum(tl.maximum(nbytes, 1), MAX_SLOT).to(tl.int32))
     promised = tl.where(lost != 0, addr, 0)
@@ -233,15 +233,15 @@ def malloc_rest_scalar(heap, nbytes, addr, word, lost):
 
 @triton.jit
 def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
-    """Serve the lanes in ``rest``, which got no ticket: those of a block of several classes, who
-    are to try (``tries``), those that came to a dry stripe, and large and impossible sizes. Serve
+    """Serve the lanes in ``rest``, which got no ticket: those of a block of several classes, which
+    have yet to try (``tries``), those that came to a dry stripe, and large and invalid sizes. Serve
     also those that were ``promised`` a slot (an address, or 0) that somebody else has now. Returns
-    the addresses in all these lanes, and a word of bits: the classes of which the tickets taken
-    here used up the first half of a batch. The ``crossed`` lanes' stripes are ours to refill;
-    ``polls`` is how often to look at the others before a search, 0 if that was done."""
+    the addresses in all these lanes (0: there is none), and a word of bits: the classes of which
+    tickets taken here used up the first half of a batch. The ``crossed`` lanes' stripes are ours to
+    refill; ``polls`` is how often to look at the others before a search, 0 if that was done."""
     patience = polls
-    # Claims behind waits and searches come late, and fence: what their slots were used for since
-    # the ticket (once their batch was dissolved) has to be acquired, as what is drawn.
+    # Claims after waits and searches come late and need a fence: what others did with the slots
+    # since the ticket (once its batch was dissolved) has to be acquired, as for a draw.
     late = polls == 0
     halves = rest & (rest == 0)
     pending = rest & (nbytes > 0) & (nbytes <= MAX_SLOT)
@@ -264,12 +264,12 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
             crossed = crossed | (tries & (got == 0) & (credits >= 0))
             halves = halves | (tries & half_used(word, slots_of(sizes), count))
             tries = pending & (pending == 0)
-        # Refills that are ours come first: whoever waits for us may be waited for by us.
+        # Refills that are ours come first: we may be about to wait for a program that waits for us.
         cls, ours = next_class(classes, pending, crossed)
         left = cls >= 0
         if left & (ours == 0) & (polls > 0):
-            # Wait for all classes at once, until there are credits again, but not for ever, and
-            # not if there are slots to be drawn.
+            # Wait for all classes at once, until one has credits again, but not for ever, and not
+            # if there are slots to be drawn.
             late = polls == polls
             waits = polls > 0
             while waits:
@@ -302,8 +302,8 @@ def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
 
 @triton.jit
 def next_class(classes, pending, crossed):
-    """``(class, ours)``: the class of a ``pending`` lane, -1 if there is none; of those that
-    ``crossed``, whose stripes are ours to refill (1), if there are any."""
+    """``(class, ours)``: the class of a ``pending`` lane, or -1 if there is none. Lanes that
+    ``crossed``, whose stripes are ours to refill, come first: then ``ours`` is 1, or else 0."""
     lanes: tl.constexpr = width(classes)
     key = tl.where(crossed, 0, lanes * 64) + lane_index(classes) * 64 + classes
     least = tl.min(tl.where(pending, key, lanes * 128), axis=0)
@@ -328,7 +328,7 @@ def malloc_run(heap, length):
             state = length + RUN
             old = tl.atomic_xchg(page_word_ptr(heap, page), state, sem="relaxed")
             # The page word before the live bit, or a wrong free could come between: the bit is
-            # made from what the exchange returned, which has nothing above the kind.
+            # made of what the exchange returned, in which nothing is set above the kind.
             ptr, bit = live_bit(live_words(heap), page, page * 0)
             tl.atomic_or(ptr, bit | lsr(old, KIND_SHIFT + 2), sem="relaxed")
             tl.atomic_add(heap + RUNS, length * 0 + 1, sem="relaxed")
@@ -341,8 +341,8 @@ def malloc_run(heap, length):
 
 @triton.jit
 def locate(heap, addr, active):
-    """``(inside, page, granule)``: is it an aligned address of the heap; its page and granule, or
-    0 and 0."""
+    """``(inside, page, granule)``: whether it is an aligned address of the heap and the lane is
+    active; its page and granule, or else 0 and 0."""
     base = load_base(heap)
     size = load_geometry(heap, G_PAGES) << PAGE_LOG2
     inside = active & (addr >= base) & (addr - base < size) & ((addr & 15) == 0)
@@ -352,7 +352,7 @@ def locate(heap, addr, active):
 
 @triton.jit
 def needs_care(word):
-    """Page words, after a subtraction, that leave something to do: runs, idle, hidden."""
+    """Page words, after a subtraction, that leave something to do: of runs, or idle or hidden."""
     return is_idle(word) | is_hidden(word) | is_run(word)
 
 
@@ -361,7 +361,7 @@ def free_any(heap, addr, active):
     """``api.free`` for int64 addresses."""
     active = active & (addr != 0)
     inside, page, granule = locate(heap, addr, active)
-    # (The geometry before the fence, in one round trip to memory.)
+    # (All geometry before the fence, in one round trip to memory.)
     live = live_words(heap)
     ptr = page_word_ptr(heap, page)
     # What this program wrote happens before anything that the next owner does.
@@ -369,7 +369,7 @@ def free_any(heap, addr, active):
     freed, speaks, counts, unit = clear(live, page, granule, inside)
     if is_block(freed):
         if unit != 0:
-            # (Whose slots begin and end with their page.)
+            # (The lanes that speak for slots from the first to the last of a page.)
             whole = speaks & (granule == 0) & ((counts + 1) * unit > 4096)
             speaks = speaks & (shelve_filled_lanes(heap, page, unit << 4, whole) == 0)
     # Out of the account.
@@ -393,7 +393,7 @@ def free_rest_scalar(heap, addr, page, wrong, now):
 @triton.jit
 def free_rest(heap, addr, page, wrong, now, acts):
     """What is left to do after the subtraction: give back runs, settle pages, report what was
-    freed wrongly. The lanes in ``acts`` subtracted, and ``now`` came of it."""
+    freed wrongly. The lanes in ``acts`` subtracted, which left their page words ``now``."""
     runs = acts & is_run(now)
     at = first_lane(runs)
     while at < width(runs):
@@ -410,8 +410,8 @@ def free_rest(heap, addr, page, wrong, now, acts):
 
 @triton.jit(noinline=True)
 def report_wrong(heap, addr):
-    """Record that ``addr`` (int64 scalar), which is not 0, was freed and nothing lives there:
-    freed before, or never handed out. Returns 0."""
+    """Record that ``addr`` (int64 scalar), which is not 0, was freed though nothing lives there: a
+    double free if an allocation could have begun there, or else an invalid one. Returns 0."""
     inside, page, granule = locate(heap, addr, addr != 0)
     state = atomic_load(page_word_ptr(heap, page))
     slot = is_slab(state) & begins_slot(state, granule)
@@ -419,8 +419,8 @@ def report_wrong(heap, addr):
     empty = (is_slab(state) | is_run(state)) == 0
     looks = tl.where(inside & empty, 64, 0)
     while looks > 0:
-        # Free, or inside a run? Again a few times, because a page that is just being given back
-        # has lost its page word and not yet got its page bit.
+        # Free, or inside a run? We look a few times, because a page that is just being given back
+        # has lost its page word and not got its page bit yet.
         bits = atomic_load(page_bits_ptr(heap, page >> 6))
         free = (lsr(bits, (page & 63).to(tl.int64)) & 1) != 0
         head = head | free
@@ -441,8 +441,8 @@ def begins_slot(word, granule):
 
 @triton.jit(noinline=True)
 def free_run(heap, page, n):
-    """Give back the run of ``n`` pages at ``page`` (int32 scalars); returns 0. The caller has
-    cleared its live bit, so nobody else does."""
+    """Put the run of ``n`` pages at ``page`` (int32 scalars) on the shelf, or else give it back;
+    returns 0. The caller has cleared its live bit, so nobody else comes here with it."""
     done = tl.where(n <= MAX_BATCH, 2, 0)
     while done == 2:
         done = put_on_shelf(heap, page, n, n * 0 + FOR_RUN, announce_put(heap, n))

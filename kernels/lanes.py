@@ -3,8 +3,8 @@
 Everything above is written once for a scalar request of the whole program and for a block with a
 request per lane. A scalar is a block of one lane that needs no reductions.
 
-Flags are made bits, and one lane is picked, by halves of a word: NVIDIA has an instruction that
-reduces 32 bits over a warp, and what takes 64 is five exchanges, each waiting for the last.
+Flags become the bits of a word, and the word of a lane is picked, in two halves: NVIDIA has an
+instruction that reduces 32 bits over a warp; 64 take five exchanges, each waiting for the last.
 """
 
 import triton
@@ -63,7 +63,7 @@ def first_lane(flags):
 
 @triton.jit
 def pick(values, lane):
-    """The scalar in ``lane`` of a block."""
+    """The value in ``lane`` of a block, as a scalar; 0 if the block has no such lane."""
     if is_block(values):
         here = tl.arange(0, values.shape[0]) == lane
         if values.dtype == tl.int64:
@@ -79,7 +79,7 @@ def pick(values, lane):
 
 @triton.jit
 def pick_first(values, flags):
-    """The number, in [0, 64), in the first flagged lane of a block; -1 if there is none."""
+    """The value, in [0, 64), in the first flagged lane of a block; -1 if none is flagged."""
     if is_block(values):
         key = tl.where(flags, lane_index(values) * 64 + values, width(values) * 64)
         least = tl.min(key, axis=0)
@@ -91,7 +91,7 @@ def pick_first(values, flags):
 
 @triton.jit
 def least_of(values, flags):
-    """The least of the non-negative int64 in the flagged lanes, of which there is one."""
+    """The least of the non-negative int64 values in the flagged lanes; needs a flagged lane."""
     if is_block(values):
         value = tl.min(tl.where(flags, values, (1 << 63) - 1), axis=0)
     else:
@@ -125,7 +125,7 @@ def lane_bits(flags):
 
 @triton.jit
 def rank_of(flags):
-    """How many of the lanes before are flagged too (int32); of no meaning where not flagged."""
+    """How many lanes before this one are flagged too (int32); meaningless where not flagged."""
     if is_block(flags):
         rank = tl.cumsum(flags.to(tl.int32), axis=0) - 1
     else:

@@ -6,15 +6,15 @@ reach it. Words 0..31 never change after the heap is made and may be loaded plai
 
     word            what                                              written by
     0..31           geometry (immutable)                              host
-    ERRORS          one counter per kind of error                     record
+    ERRORS          one counter per kind of error                     record, table
     RECORDS         the first MAX_RECORDS errors, 4 words each        record
     PEAK, USED      pages taken from the page level, and their peak   pages
     HELD            pages in batches of stripes, spares among them    batches
-    RUNS            runs handed out as large allocations              heap
-    GRANTED         per class: slots handed out as credits            batches, detached
-    TRANSIT         in-hand counts and epochs, striped                pages, for all
-    ... + SHELVED   pages on the shelf, striped by its places; a bit  shelf
-                    in each: closed
+    RUNS            large allocations (runs) ever handed out          heap
+    GRANTED         per class: slots ever granted, as credits (those  batches, detached
+                    that came back are subtracted) or by draws
+    TRANSIT         how many are in hand, and epochs, striped         pages, batches, shelf
+    ... + SHELVED   pages on the shelf, striped; a bit: closed        shelf
     STRIPES         per class and stripe: the stripe word, and a      heap, batches, slabs
                     spare batch, also as a stripe word
     places          pages on the shelf and their use, per place       shelf
@@ -22,23 +22,23 @@ reach it. Words 0..31 never change after the heap is made and may be loaded plai
     page bits       one word per chunk: bit set = page is free        pages
     page words      one per page: what the page is                    detached, batches, shelf,
                                                                       heap
-    live bits       64 words per page: bit set = an allocation        heap
+    live bits       64 words per page: bit set = an allocation        live, heap
                     begins here
 
 A **page** is 64 KiB, a **chunk** 64 pages (4 MiB): one word of page bits.
 
 Page word:
 
-    0..23   out         slots that are live, promised or a stripe's (slab); length in pages (run)
+    0..23   out         slots that are credits or accounted (slab; see slabs); length in pages (run)
     24..29  class       size class (slab)
     30      ATTACHED    the page belongs to the batch of a stripe
     31      PUBLISHED   a search for the class will find this page: the chunk's hint is set
     32..33  kind        FREE (also: inside a run), SLAB, RUN
 
 Live bits: a **granule** is 16 bytes, and a page has 4096 of them. The bit of granule g of a page
-is bit g >> 6 of the page's word g & 63, whatever the page is used for: who frees an address need
-not know what lies there to find its bit. Slots that are 1 KiB apart share a word, so that few
-large slots lie in few words, and the slots of neighbouring lanes in neighbouring words.
+is bit g >> 6 of the page's word g & 63, whatever the page is used for, so a free finds the bit of
+an address without knowing what lies there. Slots that are 1 KiB apart share a word: the few slots
+of a page of large ones lie in few words, and slots of neighbouring lanes in neighbouring words.
 
 Stripe word: a batch of pages and how many of its slots are still to be handed out.
 
@@ -65,7 +65,7 @@ MAX_SLOT = tl.constexpr(1 << 15)
 MAX_BATCH = tl.constexpr(64)
 
 # Geometry: MAGIC, the base, then numbers below 2**32, two to a word, so that a fast path needs
-# few loads and few registers: malloc the base and one word, free one more.
+# few loads and few registers: malloc loads the base and one word, free one word more.
 BASE_WORD = tl.constexpr(1)  # address of page 0
 PACKED_WORD = tl.constexpr(2)
 G_STRIPES = tl.constexpr(0)
@@ -78,7 +78,7 @@ G_ROW_WORDS = tl.constexpr(6)
 G_MAX_BATCH = tl.constexpr(7)
 G_SHELF = tl.constexpr(8)
 G_PLACES = tl.constexpr(9)
-G_SHELVABLE = tl.constexpr(10)  # what every word of SHELVED may count
+G_SHELVABLE = tl.constexpr(10)  # how many pages each word of SHELVED may count
 G_WORDS = tl.constexpr(11)  # length of the control block
 
 # Mutable words at fixed places.
@@ -95,7 +95,7 @@ TRANSIT = tl.constexpr(256)
 TRANSIT_STRIPES = tl.constexpr(32)
 TRANSIT_STRIDE = tl.constexpr(8)
 SHELVED = tl.constexpr(4)  # from a transit word to a count of pages on the shelf (32 bits)
-SHELF_CLOSED = tl.constexpr(1 << 40)  # in such a count: nothing is put on the shelf
+SHELF_CLOSED = tl.constexpr(1 << 40)  # set in such a count: nothing may be put on the shelf
 STRIPES = tl.constexpr(512)
 STRIPE_STRIDE = tl.constexpr(8)
 SPARE = tl.constexpr(4)  # from a stripe word to its spare batch
@@ -120,7 +120,7 @@ RUN = tl.constexpr(2 << 32)
 # Stripe word.
 BATCH_SHIFT = tl.constexpr(55)
 
-# A place of the shelf: what a run's pages are for; those of a slab: its class.
+# The use of pages at a place of the shelf: this if they are a run; of slabs it is their class.
 FOR_RUN = tl.constexpr(63)
 
 
@@ -134,9 +134,9 @@ def immutable_load(word):
 def load_immutable(heap, word: tl.constexpr):
     """One immutable word of the control block (int64).
 
-    On CUDA by a load that is declared to read what nobody writes. A plain load would have to be
-    repeated after every acquire and every barrier, each time from beyond the first cache, which
-    an acquire empties.
+    On CUDA a load that is declared to read what nobody writes (``ld.global.nc``). A plain load
+    would be repeated after every acquire and every barrier, each time from beyond the first-level
+    cache, which an acquire empties.
     """
     if has_ptx():
         value = tl.inline_asm_elementwise(
@@ -213,7 +213,7 @@ def stripe_ptr(heap, cls, stripe):
 
 @triton.jit
 def program_index():
-    """A number of this program within its launch (int32), for spreading and for error records."""
+    """This program's number within its launch (int32), for spreading and for error records."""
     x = tl.num_programs(0)
     y = tl.num_programs(1)
     return tl.program_id(0) + x * (tl.program_id(1) + y * tl.program_id(2))
@@ -297,7 +297,7 @@ def is_run(word):
 
 @triton.jit
 def slab_of(cls):
-    """The page word of a slab of class ``cls`` (int32) that nothing is in and nobody knows of."""
+    """The page word of a slab of class ``cls`` (int32): nothing out, no stripe's, not published."""
     return (cls.to(tl.int64) << CLASS_SHIFT) + SLAB
 
 

@@ -1,14 +1,14 @@
 """Live bits: one per granule of 16 bytes, set while an allocation begins there.
 
 Where a bit lies follows from the address alone (see ``layout``), so a free need not know what it
-frees. Slots of one page that are equally far apart come round to the same word again and again:
-of neighbouring slots of 64 bytes every sixteenth, of 1 KiB every one. So one lane speaks for all
-slots of its word: the tickets of a block of one class are consecutive slots, and addresses that are
-freed together mostly are. A hundred lanes then need a handful of atomics.
+frees. Of consecutive slots of a page every n-th has its bit in the same word: every sixteenth of 64
+bytes, every one of 1 KiB. So one lane can *speak* for all slots of its word, by one atomic: the
+tickets of a block of one class are consecutive slots, and so mostly are addresses that are freed
+together. A hundred lanes then need a handful of atomics.
 
 Shared words and their writers
-    *Live bits*: claim sets by `or`, free clears by `and`; a new run sets its own. Both return what
-    was there, so every bit that changes hands does so once, whoever else speaks for the word.
+    *Live bits*: a claim sets by `or`, a free clears by `and`, a new run sets its own. What these
+    return shows to exactly one lane, or its speaker, that it changed the bit. Order: see ``slabs``.
 """
 
 import triton
@@ -31,23 +31,23 @@ from .layout import (
     stripe_place,
 )
 
-# Slots to go on by where neighbours are taken: coprime to the slots of every class that has more,
-# and there are few classes of which some such steps lead round a page to where they began.
+# The step, in slots, to look for another slot by: coprime to the slots per page of every class that
+# has more of them; and in few classes do a few such steps lead round the page to near the start.
 STRIDE = tl.constexpr(23)
 
 
 @triton.jit
 def live_bit(live, page, granule):
-    """Where the live bit of granule ``granule`` of ``page`` (int32) is: pointer and bit. ``live``,
-    here and below: the heap's first word of live bits."""
+    """``(ptr, bit)``: the word and bit of the live bit of ``granule`` of ``page`` (int32).
+    ``live``, here and below: the heap's first word of live bits."""
     ptr = live + page.to(tl.int64) * LIVE_WORDS + (granule & 63)
     return ptr, (granule & 0).to(tl.int64) + 1 << (granule >> 6).to(tl.int64)
 
 
 @triton.jit
 def word_period(unit):
-    """For slots ``unit`` granules apart: the logarithm of how many slots lie between two of one
-    word, and how many bits apart those are."""
+    """For slots ``unit`` granules apart: ``(p, apart)``. Every 2**p-th slot is in the same word,
+    the next one ``apart`` bits further up."""
     even = tl.minimum(floor_log2(unit & -unit), 6)
     return 6 - even, unit >> even
 
@@ -56,9 +56,9 @@ def word_period(unit):
 def speak_for(granule, unit, before, further):
     """Share words among lanes that have consecutive slots, ``unit`` granules (int32) apart.
 
-    ``before`` and ``further`` say of each lane how many lanes have the slots before and behind its
-    own in its page. Returns how many of the lanes before are in the same word (0: this one speaks
-    for it), and the bits of all slots from this one on in the word.
+    ``before`` and ``further`` say of each lane how many lanes have the slots before and after its
+    own in its page. Returns how many of the lanes before share its word (0: this lane speaks for
+    the word), and the bits in the word of all these slots from its own on.
     """
     period_log2, apart = word_period(unit)
     others = tl.maximum(further, 0) >> period_log2
@@ -68,8 +68,8 @@ def speak_for(granule, unit, before, further):
 
 @triton.jit
 def heard(page, granule, wrong):
-    """Which lanes' live bits are among the ``wrong`` ones of a lane that spoke for their word. A
-    turn for each such word."""
+    """Which lanes' live bits are among the ``wrong`` ones of a lane that spoke for their word. One
+    turn of the loop for each such word."""
     where = page * LIVE_WORDS + (granule & 63)
     bit = (granule & 0).to(tl.int64) + 1 << (granule >> 6).to(tl.int64)
     hit = wrong != wrong
@@ -83,7 +83,7 @@ def heard(page, granule, wrong):
 
 @triton.jit
 def claim(live, page, granule, active):
-    """Set live bits. Returns the words as they are now, and which lanes were not the first."""
+    """Set live bits. Returns the words as they are now, and the lanes whose bit was set already."""
     ptr, bit = live_bit(live, page, granule)
     old = tl.atomic_or(ptr, bit, mask=active, sem="relaxed")
     return old | bit, active & ((old & bit) != 0)
@@ -91,8 +91,8 @@ def claim(live, page, granule, active):
 
 @triton.jit
 def ticket_slot(word, rank, size, active):
-    """``(page, slot)`` of tickets: the ``rank``-th of those that a subtraction from stripe word
-    ``word`` returned. Inactive lanes get 0 and 0, or they might index something wild."""
+    """``(page, slot)`` that tickets name: each lane has the ``rank``-th of those that were taken by
+    a subtraction that returned stripe word ``word``. Inactive lanes get 0, whatever their rank."""
     slots = slots_of(size)
     first, batch = stripe_place(word)
     ticket = tl.where(active, batch * slots - stripe_credits(word) + rank, 0)
@@ -104,8 +104,8 @@ def ticket_slot(word, rank, size, active):
 def claim_tickets(live, word, rank, count, size, active):
     """Set the live bits of the slots that the ``count`` tickets from stripe word ``word`` name.
 
-    ``rank`` counts the active lanes. Returns their pages and granules, and where a lane spoke for
-    a word, the bits that somebody else had set before (0: all is well).
+    ``rank`` numbers the active lanes. Returns their pages and granules, and for each lane that
+    spoke for a word, the bits among those that somebody else had set before (0: all is well).
     """
     page, slot = ticket_slot(word, rank, size, active)
     granule = slot * (size >> 4)
@@ -124,13 +124,13 @@ def claim_tickets(live, word, rank, count, size, active):
 
 @triton.jit
 def another(word, granule, size):
-    """Where to try next when the live bit of ``granule`` was set, of a slot of ``size`` bytes, and
-    its word is ``word``: another slot in that word, or else a slot some way off, which mostly is in
-    another word. Every lane was promised a slot of its page, so it will find one.
+    """The granule to try next for a slot of ``size`` bytes when the one at ``granule`` was somebody
+    else's and its word of live bits is ``word``: that of a clear bit of the word, or else some way
+    off, mostly in another word. Each lane was promised a slot of its page, so it will find one.
 
-    Lanes that tried neighbouring bits of one word look for a clear one far apart, and programs
-    begin at different ones. The neighbouring slots are what other lanes of a draw try, so it goes
-    on by STRIDE; by one where a page has no more slots. Either leads to all of them.
+    Lanes that tried neighbouring bits of one word look for clear ones from bits far apart, and so
+    do different programs. Neighbouring slots are what other lanes of a draw try, so the way leads
+    on by STRIDE slots, or by one where a page has no more than that. Either leads to all slots.
     """
     unit = size >> 4
     end = slots_of(size) * unit
@@ -148,12 +148,12 @@ def another(word, granule, size):
 
 @triton.jit
 def claim_any(heap, addr, size, late):
-    """Set live bits: for each ``addr`` that is not 0 that of this slot, or else of another of its
-    page, of ``size`` bytes. (The caller was promised one.) Returns the addresses.
+    """Claim the slot, of ``size`` bytes, at each ``addr`` that is not 0, or else another one of its
+    page: the caller was promised one. Returns the addresses; 0 where ``addr`` was.
 
     What the slots' last owners did happens before anything that the caller does next. For tickets
-    claimed at once the ticket has acquired that; what is drawn, claimed ``late`` (a scalar), or
-    claimed in place of a ticket's slot, is acquired here.
+    claimed at once, the ticket has acquired that. Slots that were drawn or waited for (``late``, a
+    scalar), and those claimed in place of a ticket's, are acquired by the fence here.
     """
     base = load_base(heap)
     live = live_words(heap)
@@ -170,12 +170,12 @@ def claim_any(heap, addr, size, late):
 
 @triton.jit
 def clear(live, page, granule, active):
-    """Clear the live bits of ``active`` lanes. Returns which of them were set, the lanes that are
-    to speak for their page, and for how many lanes each; and, if slots at equal distances were
-    cleared over as much as a page, this distance in granules (an int32 scalar), or else 0.
+    """Clear the live bits of ``active`` lanes. Returns the lanes whose bits were set; those that
+    are to subtract from the account of their page, and for how many lanes each; and the distance
+    between the slots in granules (int32 scalar), if it is one and they span a page, or else 0.
 
-    Lanes that free consecutive slots, in order and from lane 0 on, share words and speak together;
-    of others each clears its own bit, and those of a group speak together for their page.
+    If the lanes free consecutive slots, in order and from lane 0 on, one clears for all of a word
+    and subtracts for all of a page. If not, each clears its own bit, and groups subtract together.
     """
     ptr, bit = live_bit(live, page, granule)
     speaks = active
@@ -187,7 +187,7 @@ def clear(live, page, granule, active):
         count = count_lanes(active)
         first_page = pick(page, 0)
         first = pick(granule, 0)
-        # (Of pages far apart this may be any number. Then the lanes are not in order.)
+        # (If the pages are far apart, this may be any number. Then the lanes are not in order.)
         unit = pick((page << 12) + granule, 1) - ((first_page << 12) + first)
         at = first + lane * unit
         there = (page == first_page + (at >> 12)) & (granule == (at & 4095))
@@ -207,17 +207,17 @@ def clear(live, page, granule, active):
         cleared = active
         speaks = active & (before == 0)
         if (together == 0) & (count > 1):
-            # (While the bits are on their way.)
+            # (While the atomics are under way.)
             leader, _rank, counts = alike(page, active)
             speaks = active & (leader == lane)
         if any_lane(wrong != 0):
             hit = wrong != 0
             if together:
-                # (Of consecutive slots the first in a word has spoken.)
+                # (For each word the first of its consecutive slots has spoken.)
                 period_log2, _apart = word_period(unit)
                 speaker = lane - (before >> period_log2 << period_log2)
                 hit = (tl.gather(wrong, speaker, 0) & bit) != 0
-            # (Each for itself then.)
+            # (Then each lane subtracts for itself.)
             cleared = active & (hit == 0)
             speaks = cleared
             counts = counts * 0 + 1

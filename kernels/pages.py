@@ -4,27 +4,27 @@ Owns the page bits, the hint rows 0..6, the transit words and the page counters.
 all of it is in docs/design.md; in short:
 
 Shared words and their writers
-    *Page bits*, one word per chunk of 64 pages, bit set = free. This bitmap is the only truth:
-    adjacent free pages are merged by being adjacent bits, so nothing is ever split or coalesced.
-    *Hints*: row k has a bit per chunk, set whenever the chunk has 2**k adjacent free pages. A
-    hint may be set for no reason; it is never missing at rest.
-    *Transit*: (epoch << 20) + in-hand count. In hand: memory is taken only to be put back, or a
-    hint is being dropped. The epoch grows when memory was put back, and wraps at the top.
+    *Page bits*, one word per chunk of 64 pages, bit set = free. Takes clear bits, `give_pages` sets
+    them. They alone say what is free: adjacent bits are one run, nothing is split or coalesced.
+    *Hints*: row k has a bit per chunk, set whenever the chunk has 2**k adjacent free pages. It may
+    be set without reason; at rest it is never missing. `give_pages` sets, `drop_hints` clears.
+    *Transit*: (epoch << 20) + how many are in hand, for all modules. In hand: memory is taken to be
+    put elsewhere, or a hint is being dropped. The epoch grows when memory was put; it may wrap.
 Linearisation
     take: the compare-and-swap (or the `and`, for one page) that clears the bits.
     give: the `or` that sets them. Failure: see `collect`.
 Order
-    Who gives has fenced after learning that the pages are unused; the atomic that takes within
-    a chunk acquires, and behind a take of more is a fence. So through the page bits, what the old
+    A give has a fence behind the atomic that told it that the pages are unused; a take within a
+    chunk acquires, and a longer one has a fence behind it. So, through the page bits, what the old
     owner did happens before what the new owner does. All else is relaxed. A give is in transit, so
-    fenced before its epoch moves, and `collect` is fenced on both sides, so that a search lies
+    there is a fence before its epoch moves; `collect` has fences on both sides, so a search lies
     between two collects.
 Reuse (ABA)
     A compare-and-swap of page bits that succeeds on a value which changed and came back is
     right: the value says which pages are free, whoever freed them.
 Progress
-    Lock-free, a failed compare-and-swap means another program's succeeded; except for runs over
-    several chunks, see `take_chunks`.
+    Lock-free, as a failed compare-and-swap means that another program's succeeded; except for runs
+    over several chunks, see `take_chunks`.
 """
 
 import triton
@@ -62,7 +62,7 @@ from .layout import (
 
 IN_HAND = tl.constexpr(1)  # in a transit word
 EPOCH = tl.constexpr(1 << 20)
-FAR = tl.constexpr(1 << 30)
+FAR = tl.constexpr(1 << 30)  # above every index: there is none
 
 
 @triton.jit
@@ -81,9 +81,9 @@ def enter_transit(heap):
 
 @triton.jit
 def begin_transit(heap):
-    """:func:`enter_transit` without waiting for it. Before anything is taken, the caller is to see
-    that it `has_begun` by what this returns. (One lane of a block acts: what an atomic on a scalar
-    returns is waited for at once.)"""
+    """:func:`enter_transit` without waiting for it. Before the caller takes anything, it waits by
+    looking at :func:`has_begun` of what this returns. (One lane of a block acts, because the result
+    of an atomic on a scalar is waited for at once.)"""
     lane = tl.arange(0, 64)
     change = (lane * 0).to(tl.int64) + IN_HAND
     return tl.atomic_add(transit_ptr(heap) + lane * 0, change, mask=lane == 0, sem="relaxed")
@@ -91,22 +91,22 @@ def begin_transit(heap):
 
 @triton.jit
 def has_begun(announced):
-    """What :func:`begin_transit` returned, as flags of 64 lanes, all true: who looks at them waits
-    for the announcement."""
-    # (Never are so many in hand.)
+    """Flags of 64 lanes, all true, made of what :func:`begin_transit` returned: whoever looks at
+    them waits for the announcement."""
+    # (There are never so many in hand.)
     return ((announced & (EPOCH >> 1)) == 0) | (tl.arange(0, 64) != 0)
 
 
 @triton.jit
 def leave_transit(heap, put_back):
-    """Undo :func:`enter_transit`; ``put_back`` (0 or 1) says whether memory became free again."""
+    """Undo :func:`enter_transit`; ``put_back`` (0 or 1): was memory put, so that epochs move?"""
     fence(transit_ptr(heap))
     end_transit(heap, put_back)
 
 
 @triton.jit
 def end_transit(heap, put_back):
-    """:func:`leave_transit` without a fence, for callers that put nothing, or put it by atomics
+    """:func:`leave_transit` without a fence, for callers that put nothing, or did so by atomics
     whose results they have looked at since."""
     tl.atomic_add(transit_ptr(heap), put_back.to(tl.int64) * EPOCH - IN_HAND, sem="relaxed")
 
@@ -115,10 +115,10 @@ def end_transit(heap, put_back):
 def collect(heap):
     """The sum of all epochs, or -1 while anything is in hand.
 
-    Epochs only grow (what wraps, after 2**44 changes, does not come round to where it was between
-    two calls), so two equal sums with nothing in hand mean that between the two calls no memory was
-    put back or in transit, but by frees that have not returned (``shelf``): what a search in
-    between did not find was not there. That is the linearisation point of a failed malloc.
+    Epochs only grow (they wrap after 2**44 changes, more than there can be between two calls). So
+    two equal sums, with nothing in hand, mean that between the two calls no memory was put back or
+    in transit, except by frees that have not returned (``shelf``). A failed malloc had two searches
+    that found nothing, between three equal sums; it linearises at the second (docs/design.md).
     """
     lane = tl.arange(0, TRANSIT_STRIPES)
     fence(heap + TRANSIT)
@@ -134,15 +134,15 @@ def give_pages(heap, chunk, bits, active):
     """Set page bits: the pages become free. Scalars or blocks; inactive lanes do nothing, and
     several lanes may name one chunk. The caller is in transit.
 
-    The caller has fenced since it learnt that nobody uses the pages any more. Only the hints that
-    the word now deserves and did not before are set: another give that raised the word before us
-    may not yet have set its own, but it is in transit until it has. Returns where hints were set;
-    where they were, transit must not end without a fence.
+    The caller has fenced since it learnt that nobody uses the pages any more. Only those hints are
+    set that the word deserves now and did not before: another give that changed the word before us
+    may have yet to set its own, but it is in transit until it has. Returns the lanes that set
+    hints; if any did, transit must not end without a fence.
     """
     old = tl.atomic_or(page_bits_ptr(heap, chunk), bits, mask=active, sem="relaxed")
     run = tl.where(active, old | bits, 0)
     was = tl.where(active, old, 0)
-    # The bits before the hints, as dropping a hint relies on: which are set depends on `old`.
+    # The bits before the hints, as `drop_hints` relies on: which hints are set depends on `old`.
     bit = (bits & 0) + 1 << (chunk & 63).to(tl.int64)
     hinted = active & (active == 0)
     order = tl.full((), 0, tl.int32)
@@ -159,7 +159,7 @@ def give_pages(heap, chunk, bits, active):
 
 @triton.jit(noinline=True)
 def give_bits(heap, chunk, bits):
-    """:func:`give_pages` for one chunk (scalars). Returns 1 where it returns true."""
+    """:func:`give_pages` for one chunk (scalars). Returns 1 if hints were set, or else 0."""
     return give_pages(heap, chunk, bits, bits != 0).to(tl.int32)
 
 
@@ -171,9 +171,9 @@ def count_taken(heap, pages):
 
 @triton.jit
 def count_given(heap, pages):
-    """Subtract ``pages`` (int32) from the pages in use. Returns what is for `follow_peak`, which is
-    to come later: nobody need wait for it meanwhile. (One lane acts. What an atomic on a scalar
-    returns is waited for at once.)"""
+    """Subtract ``pages`` (int32) from the pages in use. Returns how many these were, in lane 0, for
+    :func:`follow_peak`: called later, it has not long to wait. (One lane acts, because the result
+    of an atomic on a scalar is waited for at once.)"""
     lane = tl.arange(0, 32)
     change = (lane * 0 - pages).to(tl.int64)
     return tl.atomic_add(heap + USED + lane * 0, change, mask=lane == 0, sem="relaxed")
@@ -181,19 +181,19 @@ def count_given(heap, pages):
 
 @triton.jit
 def follow_peak(heap, used):
-    """The most pages there ever were in use is what there was before some page was given back, or
-    what there is now. ``used``: from :func:`count_given`."""
+    """Raise PEAK to ``used``, from :func:`count_given`. (That is enough: the most pages that ever
+    were in use are those just before some give, or those of now.)"""
     lane = tl.arange(0, 32)
     tl.atomic_max(heap + PEAK + lane * 0, used, mask=lane == 0, sem="relaxed")
 
 
 @triton.jit(noinline=True)
 def drop_hints(heap, order, index, stale):
-    """Clear the ``stale`` bits of word ``index`` of hint row ``order``, unless they have become
-    true; returns 0.
+    """Clear the ``stale`` bits of word ``index`` of hint row ``order``, and set again those that
+    have become true; returns 0.
 
-    In transit meanwhile: a give that set the same hint between our look and our clearing has
-    returned, and its pages must not be invisible to a search that then fails.
+    In transit meanwhile: a give that set the same hint between our look and our clearing may have
+    returned, and no search may fail because its pages have no hint until we set it again.
     """
     lane = tl.arange(0, 64)
     row_ptr = hint_ptr(heap, order, index * 64)
@@ -237,32 +237,32 @@ def one_of(choices, salt):
 
 @triton.jit
 def spread(index, places):
-    """The place, in [0, places), of program ``index``: multiples of the golden section, by which
-    programs that follow one another lie apart, however many they are. ``places`` below 2**24."""
+    """The place, in [0, places), of program ``index``: multiples of the golden ratio, which keep
+    successive programs far apart, however many they are. ``places`` is below 2**24."""
     turn = (index.to(tl.uint32) * 0x9E3779B9) >> 8
     return (turn.to(tl.int64) * places >> 24).to(tl.int32)
 
 
 @triton.jit
 def hinted_chunk(hints, width, salt):
-    """One of the first ``width`` bits set in ``hints``. (Other bits of the hash than those that
-    chose the word, or all who came to it would meet in one chunk.)"""
+    """The index of one of the first ``width`` bits set in ``hints``. (By other bits of the hash
+    than chose the word, or all programs that chose it would meet in one chunk.)"""
     return select_bit(hints, one_of(tl.minimum(popcount(hints), width), salt >> 16))
 
 
 @triton.jit
 def choose_start(start, n, salt):
-    """Which of the bits set in ``start`` a run of ``n`` pages is to begin at: the lowest, or for a
-    single page the first from a hashed one on."""
+    """The bit set in ``start`` at which a run of ``n`` pages is to begin: the lowest, or for a
+    single page the first from a hashed position on."""
     return next_bit(start, tl.where(n == 1, salt & 63, 0))
 
 
 @triton.jit(noinline=True)
 def lacks_pages(heap, n):
-    """1 if there are no ``n`` free pages (int32), wherever they are; 2 if there is none; or else 0.
+    """1 if fewer than ``n`` pages (int32) are free, wherever they are; 2 if none is; or else 0.
 
-    One word, while to search rows of hints that all programs read is slow. No page whose bit is
-    set is counted as used: who gives subtracts first, who takes adds last. (Relaxed, but a search
+    This is one word, whereas rows of hints that all programs read are slow to search. No page whose
+    bit is set is counted as used: a give subtracts first, a take adds last. (Relaxed, but a search
     that looks at USED while a give is under way is not quiet.)
     """
     free = load_geometry(heap, G_PAGES) - atomic_load(heap + USED)
@@ -274,12 +274,12 @@ def take_within_chunk(heap, n, takers):
     """Take ``n`` in [1, 64] adjacent pages of one chunk. Returns the first page; -1 if there are
     none, -2 if it was seen that there are no pages at all.
 
-    First fit by address, but over some candidates, so that programs do not meet on one word: over
-    twice as many chunks as would be filled if each of ``takers`` programs took one page, or as many
-    chunks as programs that take more, for two that compare and swap one word get in each other's
-    way. Each program has its place among these, at the front of the heap, and takes it to be free
-    without looking: what comes back from the attempt is the look. Then the hints lead. After a
-    collision the choice widens, fourfold each time, and it is hashed, never the neighbour.
+    First fit by address, but over several candidates, so that programs do not meet on one word. For
+    one page, they are twice as many chunks as ``takers`` programs would fill that take one each;
+    for more, as many chunks as takers, since two that swap one word get in each other's way. The
+    candidates lie at the front of the heap. Each program has its place among them and guesses that
+    it is free: the attempt returns what is there. Then the hints lead. After a collision the
+    choice widens, fourfold each time, and it is hashed, never the neighbour.
     """
     lane = tl.arange(0, 64)
     order = floor_log2(n)
@@ -287,8 +287,8 @@ def take_within_chunk(heap, n, takers):
     chunks = (load_geometry(heap, G_PAGES).to(tl.int32) + CHUNK_PAGES - 1) >> 6
     salt = mix(program_index())
     width = tl.maximum(tl.minimum(takers, 1 << 16) >> tl.where(n == 1, 5, 0), 16)
-    cursor = tl.full((), 0, tl.int32)  # nothing fits before
-    first = one_of(tl.minimum((width >> 6) + 1, words), salt >> 10)  # where to look first
+    cursor = tl.full((), 0, tl.int32)  # no hint word before this one serves
+    first = one_of(tl.minimum((width >> 6) + 1, words), salt >> 10)  # the one to look at first
     page = tl.full((), -1, tl.int32)
     place = spread(program_index(), tl.minimum(width, chunks) * CHUNK_PAGES)
     target = place >> 6
@@ -332,7 +332,7 @@ def take_within_chunk(heap, n, takers):
                     index, hints = first_hinted(heap, order, index)
             start = word & 0
             if index == FAR:
-                # Nothing from there on. All over from the front, or there is nothing at all.
+                # Nothing from there on: once more from the front, or there is nothing at all.
                 cursor = tl.where(first > cursor, cursor, FAR)
                 first = tl.full((), 0, tl.int32)
             else:
@@ -365,7 +365,7 @@ def take_within_chunk(heap, n, takers):
 @triton.jit
 def whole_chunks(heap, chunk, count):
     """How many of the ``count`` chunks from ``chunk`` on are free as a whole, up to the first
-    that is not. Only looks."""
+    that is not. Takes nothing."""
     lane = tl.arange(0, 64)
     done = count * 0
     going = count > 0
@@ -380,8 +380,8 @@ def whole_chunks(heap, chunk, count):
 
 @triton.jit
 def claim_chunks(heap, chunk, count):
-    """Take ``count`` whole chunks from ``chunk`` on; returns how many of them, in order, were
-    had (``count`` on success). The caller is in transit and gives a part back."""
+    """Take ``count`` whole chunks from ``chunk`` on. Returns how many it took before the first it
+    could not (``count``: all), which are the caller's; others go back. The caller is in transit."""
     lane = tl.arange(0, 64)
     done = count * 0
     going = count > 0
@@ -414,8 +414,8 @@ def claim_tail(heap, chunk, bits):
 
 @triton.jit(noinline=True)
 def give_run(heap, page, n):
-    """Give back ``n`` adjacent pages from ``page`` on: within a chunk, or from a chunk's start.
-    Returns 0."""
+    """Give back ``n`` adjacent pages from ``page`` on, in one chunk or from the start of one.
+    Returns 0. The caller is in transit, and has fenced as `give_pages` asks."""
     lane = tl.arange(0, 64)
     done = n * 0
     while done < n:
@@ -432,8 +432,8 @@ def give_run(heap, page, n):
 def take_chunks(heap, n):
     """Take ``n`` >= 64 adjacent pages, beginning at a chunk. Returns the first page, -1 if none.
 
-    Candidates come from hint row 6, first fit, and are looked at before anything is taken, so
-    that memory goes back (and the epoch moves) only if another program got in between. Two that
+    Candidates come from hint row 6, first fit, and are looked at before anything is taken, so that
+    memory goes back (and the epoch moves) only if another program got in between. Two takes that
     overlap may both step back and try again: here progress is only obstruction-free.
     """
     count = n >> 6
@@ -486,8 +486,8 @@ def take_chunks(heap, n):
 def take_pages(heap, n, takers):
     """Take ``n`` >= 1 adjacent pages (int32). Returns the first page (int32); below 0 if none.
 
-    ``takers``: how many programs may be about to do the same. Up to 63 pages lie in one chunk;
-    more begin at a chunk. Below 0 says only that this search found nothing: whether that means
+    ``takers``: how many programs may be about to do the same. Up to 63 pages lie in one chunk; more
+    begin at the start of one. Below 0 says only that this search found nothing: whether that means
     exhaustion is for the caller to decide (:func:`collect`).
     """
     page = tl.full((), -1, tl.int32)
@@ -502,8 +502,8 @@ def take_pages(heap, n, takers):
 
 @triton.jit(noinline=True)
 def release_run(heap, page, n):
-    """Free the ``n`` pages (int32 scalars) of a run; returns 0. (The fence of ``enter_transit`` is
-    the one that `give_pages` asks for.)"""
+    """Give back the ``n`` pages (int32 scalars) of a run; returns 0. (The fence of `enter_transit`
+    is the one that `give_pages` asks for.)"""
     enter_transit(heap)
     used = count_given(heap, n)
     give_run(heap, page, n)

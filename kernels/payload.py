@@ -18,7 +18,7 @@ def as_column(x):
 
 @triton.jit
 def fill_zero(addr, nbytes):
-    """Zero ``nbytes`` (rounded up to 16, so inside the slot) at each address."""
+    """Zero ``nbytes`` (rounded up to 16, so inside the slot; 0: nothing) at each address."""
     addr = as_column(addr)
     words = (as_column(nbytes) + 15) >> 4 << 1
     most = tl.max(tl.max(words, axis=1), axis=0)
@@ -36,8 +36,8 @@ def fill_zero(addr, nbytes):
 
 @triton.jit
 def copy(source, target, nbytes):
-    """Copy ``nbytes`` (rounded up to 16) from each source to each target address. Both belong to
-    the caller, so plain loads are right; the barriers order them with other threads' accesses."""
+    """Copy ``nbytes`` (rounded up to 16; 0: nothing) from each source to each target address. Both
+    belong to the caller, so plain loads are right; the barriers order them with other threads'."""
     tl.debug_barrier()
     source = as_column(source)
     target = as_column(target)

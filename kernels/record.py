@@ -10,8 +10,8 @@ from .layout import ERRORS, MAX_RECORDS, RECORD_COUNT, RECORDS, program_index
 def record_error(heap, kind, addr, size, count):
     """Count ``count`` errors of ``kind`` and record one of them if there is room.
 
-    Scalars: ``kind`` int32, ``addr`` and ``size`` int64 (what is not known is 0), ``count`` int32.
-    A record is (kind, address, size, program). Only the host reads records, after synchronising.
+    Scalars: ``kind`` int32, ``addr`` and ``size`` int64 (0: not known), ``count`` int32. A record
+    is (kind, address, size, program). Only the host reads records, after synchronising.
     """
     tl.atomic_add(heap + ERRORS + kind, count.to(tl.int64), sem="relaxed")
     index = tl.atomic_add(heap + RECORD_COUNT, (size & 0) + 1, sem="relaxed")

@@ -1,33 +1,33 @@
 """The shelf: pages that one program has emptied, kept for the next that can use them as they are.
 
 A launch that takes whole pages and gives them back is mostly followed by one like it, whose
-programs would take at the page level what those before gave back there: swap page bits, exchange
-page words, set hints, and the same in reverse. So the shelf has places, one for each program
+programs would take at the page level what those before gave back there: page bits, page words and
+hints, down and up again. So the shelf has places, one for each program
 number (modulo how many there are). What a program frees stays at its place, and if the next program
 of that number wants as many pages for the same use, it takes them by a look and a swap.
 
 Shared words and their writers
-    *Place*: 0, or pages with their use: in the form of a stripe word, with the use in place of the
-    credits. put and take compare and swap it; a flush exchanges it, and a put that finds it
-    occupied.
-    *SHELVED*: how many pages lie at every 32nd place. put adds before its swap, take and flush
-    subtract after theirs, so it is never too low. A bit in all of them closes the shelf: set by a
-    search that would fail, cleared by who was not let in and sees that there are pages again.
-    *Page word*: who clears a place exchanges those of its pages.
+    *Place*: 0, or pages and their use, in the form of a stripe word with the use in place of the
+    credits. put and take compare and swap it. clear_place exchanges it for 0: in a flush, or for a
+    put that finds it occupied.
+    *SHELVED*: a count of the pages at every 32nd place. A put adds before its swap, a take and a
+    flush subtract after theirs, so it is never too low. A bit in all of them closes the shelf. A
+    search that would fail sets it; a put that was not let in clears it if there are pages again.
+    *Page word*: whoever clears a place exchanges those of its pages for FREE.
 Right
     Whoever has the word has the pages, alone. All live bits in them are clear. A slab is detached
     and hidden, and all its slots are out: they are accounted, as cleared and not yet subtracted,
-    and the word stands for that subtraction. So nobody draws from it, and no free that is right
-    comes to it. A run has the page word that its free left. On the shelf page words do not change:
-    a free that is still to settle such a page, which was hidden then, sees that it is full.
+    and the word stands for that subtraction. So nobody draws from it, and no valid free comes to
+    it. A run has the page word that its free left. On the shelf page words do not change: a free
+    that has yet to settle such a page, which it once left hidden, sees that the page is full.
 Order
     put: behind the fence of free, whose clears have returned. take acquires; a flush fences.
 Exhaustion
     A search that would fail flushes the shelf, in transit, unless all counts of SHELVED are 0. A
-    put moves the epoch, so between two quiet passes the shelf only shrinks. (The epoch is not
-    waited for. Until it has moved, the free has not returned.)
+    put moves the epoch, so between two quiet passes the shelf only shrinks. (The put does not wait
+    for the epoch, but until that has moved, the free has not returned.)
 Reuse (ABA)
-    The word is all the right there is, whoever put it.
+    The word at a place is all the right there is, whoever put it.
 """
 
 import triton
@@ -92,7 +92,7 @@ def estimate_shelved(heap, shelved):
 
 @triton.jit
 def take_shelved(heap, length, use):
-    """``length`` pages (int32) for ``use`` from this program's place: the first, or -1."""
+    """Take ``length`` pages (int32) for ``use`` from this program's place: the first, or -1."""
     ptr = place_ptr(heap, own_place(heap))
     word = atomic_load(ptr)
     page, pages = stripe_place(word)
@@ -106,7 +106,7 @@ def take_shelved(heap, length, use):
 
 @triton.jit(noinline=True)
 def clear_place(heap, place):
-    """Give back what lies at ``place`` (int32 scalar). Returns how many pages."""
+    """Give back what lies at ``place`` (int32 scalar). Returns how many pages that was."""
     lane = tl.arange(0, 64)
     ptr = place_ptr(heap, place)
     length = place * 0
@@ -135,8 +135,8 @@ def count_shelved(heap, pages):
 @triton.jit
 def announce_put(heap, length):
     """Count ``length`` pages (int32 scalar) that the program is about to put on the shelf. Returns
-    what :func:`put_on_shelf` wants. (One lane acts: what an atomic on a scalar returns is waited
-    for at once.)"""
+    what :func:`put_on_shelf` wants. (One lane acts, because the result of an atomic on a scalar is
+    waited for at once.)"""
     lane = tl.arange(0, 32)
     change = (lane * 0).to(tl.int64) + length.to(tl.int64)
     ptr = shelved_ptr(heap, own_place(heap)) + lane * 0
@@ -146,15 +146,15 @@ def announce_put(heap, length):
 @triton.jit
 def put_on_shelf(heap, page, length, use, announced):
     """Put ``length`` pages (int32 scalars), which the program has emptied and has alone, at its
-    place. ``announced``: what :func:`announce_put` returned. Returns 1; or 2 if something lay
-    there, which has gone now: try again; or 0 if the shelf is closed, or too much lies on it
-    already."""
+    place. ``announced``: what :func:`announce_put` returned. Returns 1; or 2 if something else lay
+    there, which was given back: announce and try again; or 0 if the shelf is closed or would hold
+    too much."""
     lane = tl.arange(0, 32)
     most = load_geometry(heap, G_SHELVABLE).to(tl.int32)
     counted = tl.where(announced >= SHELF_CLOSED, CLOSED, announced.to(tl.int32))
     shelved = tl.sum(tl.where(lane == 0, counted, 0), axis=0)
     done = length * 0
-    # (Announced before it can be found: what that returned is looked at.)
+    # (Announced before it can be found: the branch depends on what the announcement returned.)
     if shelved + length <= most:
         word = pack_stripe(page, length, use)
         old = atomic_cas(place_ptr(heap, own_place(heap)), word & 0, word)
@@ -184,9 +184,9 @@ def open_shelf(heap):
 
 @triton.jit(noinline=True)
 def next_place(heap, done, begin):
-    """Looks for a place where something lies, round the shelf from place ``begin`` on, of which
-    ``done`` were looked at. Returns how many have been then, with that place as the last (int32
-    scalars); more than there are if there is none."""
+    """Find a place where something lies, round the shelf from place ``begin`` on, the first
+    ``done`` of which were looked at before. Returns how many have been looked at now, that place
+    being the last of them (int32 scalars); more than there are places if there is none."""
     lane = tl.arange(0, 64)
     places = load_geometry(heap, G_PLACES).to(tl.int32)
     found = done * 0
@@ -201,9 +201,9 @@ def next_place(heap, done, begin):
 
 @triton.jit
 def flush_shelf(heap, most):
-    """Close the shelf, for others need the pages soon, and give back what lies at up to ``most``
-    (int32 scalar) places of it. Returns how many pages: 0 if nothing lies on it. Programs begin at
-    different places."""
+    """Close the shelf, as others will need the pages soon, and give back what lies at up to
+    ``most`` (int32 scalar) places. Returns how many pages: 0 if nothing lies on it. Programs begin
+    at different places."""
     gained = most * 0
     lane = tl.arange(0, TRANSIT_STRIPES)
     closed = (lane * 0).to(tl.int64) + SHELF_CLOSED

@@ -4,8 +4,8 @@ Account first, then track. The account of a page is
 
     out = credits of its stripe + accounted slots                                          (A)
 
-where an accounted slot is live, or promised to a malloc that will claim its live bit, or cleared
-by a free that will subtract it. Slots are promised in three ways:
+where *out* is in the page word, and an accounted slot is live, or promised to a malloc that will
+claim its live bit, or cleared by a free that will subtract it. Slots are promised in three ways:
 
 - A *ticket*: a subtraction from the stripe word of a class. The batch of a stripe begins with all
   its slots clear, and ticket i names slot i: neighbouring lanes get neighbouring addresses.
@@ -14,10 +14,10 @@ by a free that will subtract it. Slots are promised in three ways:
 - *Whole pages*, opened for a program that can fill them. Its tickets are nobody else's.
 
 Shared words and their writers
-    *Stripe word* (class, stripe): malloc subtracts credits; a refill or a flush exchanges it; who
-    makes a refill its duty (take_duty) compares and swaps it.
+    *Stripe word* (class, stripe): malloc subtracts credits; a refill or a flush exchanges it;
+    take_duty (of a refill) and limit_debt compare and swap it.
     *Spare* (class, stripe): ``batches`` exchanges or compares and swaps it; a flush exchanges it.
-    *Page word*: free subtracts; ``batches`` and ``detached`` change the state.
+    *Page word*: free subtracts; ``batches``, ``detached`` and ``shelf`` change the state.
     *Class hint*: row ORDERS + class, a bit per chunk. PUBLISHED in a page word promises it.
 Linearisation
     malloc: the subtraction that returned enough credits, or the compare-and-swap of a draw, or
@@ -29,19 +29,19 @@ Who may do what
     from (detached, out = 0) to FREE: by (A) nobody has a slot, a promise or a credit in it, so
     nobody is inside. A free that finds its live bit clear touches no page word.
 Order
-    `fence` orders; the atomics are relaxed, but for tickets, which acquire, and exchanges and takes
-    by one lane. Free fences before it clears the
-    live bit, so the payload happens before that and before the subtraction. From there to the
-    next owner the order passes through the bit (draw: the claim reads what the free cleared, and
-    malloc fences behind it), or through subtraction -> fence of a refill, prefetch or retirement ->
-    stripe word or page bits -> ticket, which acquires, or malloc fences behind its claims.
+    `fence` orders. The atomics are relaxed, except that tickets acquire, and so do most exchanges
+    and takes by one lane. A free fences before it clears the live bit, so what was done with the
+    payload happens before that and before the subtraction. From there to the next owner the order
+    passes either through the bit (a draw: the claim reads what the free cleared, and malloc fences
+    behind it), or through subtraction -> fence of a refill, prefetch or retirement -> stripe word
+    or page bits -> ticket or take, which acquires; late claims have a fence behind them.
 Reuse (ABA)
     Compare-and-swaps of page words and spares compare the whole state; an equal state is an equal
     right, whatever happened in between.
 Progress
     Lock-free. The program whose subtraction took a stripe from zero or above to below zero refills
-    it; others draw, or wait for it a bounded time (it is running, not waiting to be scheduled), and
-    then help themselves.
+    it; others draw, or wait for it a bounded time (it runs already, so it needs no place on the
+    device that they hold), and then help themselves.
 """
 
 import triton
@@ -70,17 +70,17 @@ FLUSH_IDLE = tl.constexpr(0)  # only batches with a page that is free as a whole
 FLUSH_FREE = tl.constexpr(1)  # every batch with a free slot
 FLUSH_ALL = tl.constexpr(2)
 
-POLLS = tl.constexpr(256)
-WAITS = tl.constexpr(4)
-WHOLE_PAGES = tl.constexpr(2)  # who can fill so many pages at once gets pages of its own
+POLLS = tl.constexpr(256)  # how often a wait looks at a dry stripe
+WAITS = tl.constexpr(4)  # how many such waits find_slots makes before it looks everywhere
+WHOLE_PAGES = tl.constexpr(2)  # a program that can fill so many pages at once gets its own
 DRY_PAGES = tl.constexpr(1)  # or so many, if the stripe is dry
-MAX_DEBT = tl.constexpr(1 << 30)
+MAX_DEBT = tl.constexpr(1 << 30)  # how far below zero credits may be before limit_debt acts
 
 
 @triton.jit(noinline=True)
 def next_batch(heap, index, end, mode):
     """The first batch in [index, end) that ``mode`` (a FLUSH constant) wants dissolved; FAR if
-    there is none. Batches are counted (int32) through all classes and their stripes, two for each
+    there is none. Batches are numbered (int32) through all classes and their stripes, two for each
     stripe: its own and its spare."""
     lane = tl.arange(0, 64)
     stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
@@ -106,16 +106,16 @@ def next_batch(heap, index, end, mode):
 
 @triton.jit
 def flush(heap, index, end, mode):
-    """Dissolve batches [index, end), counted as in :func:`next_batch`, so that their free slots
-    and pages can be found by everybody. ``mode`` is a FLUSH constant. Returns how many were
-    dissolved."""
+    """Dissolve those of batches [index, end), numbered as in :func:`next_batch`, that ``mode`` (a
+    FLUSH constant) wants, so that everybody can find their free slots and pages. Returns how many
+    were dissolved."""
     dissolved = end * 0
     while index < end:
         index = next_batch(heap, index, end, mode)
         if index < FAR:
             enter_transit(heap)
             ptr = heap + STRIPES + index * SPARE
-            # (Acquire: the credits' former owners happen before whoever draws them.)
+            # (Acquire: what the slots' former owners did happens before what those who draw do.)
             old = tl.atomic_xchg(ptr, tl.full((), 0, tl.int64), sem="acquire")
             detach(heap, index // (load_geometry(heap, G_STRIPES) * 2).to(tl.int32), old)
             end_transit(heap, index * 0 + 1)
@@ -127,8 +127,8 @@ def flush(heap, index, end, mode):
 @triton.jit(noinline=True)
 def flush_all(heap, cls, mode, most):
     """Make findable what stripes and shelf keep: with ``mode`` FLUSH_FREE, the free slots of class
-    ``cls``; then, or with FLUSH_IDLE, free pages, and those of up to ``most`` places of the shelf
-    (int32 scalars). Returns 0 if there was nothing."""
+    ``cls``; then, or with FLUSH_IDLE, free pages of all classes, and those at up to ``most`` places
+    of the shelf (int32 scalars). Returns 0 if there was nothing."""
     gained = mode * 0
     while mode >= FLUSH_IDLE:
         stripes = load_geometry(heap, G_STRIPES).to(tl.int32)
@@ -141,27 +141,27 @@ def flush_all(heap, cls, mode, most):
 
 @triton.jit
 def is_drawing(word):
-    """Whether the stripe word is DRAWING, or was before requests subtracted from it."""
+    """Whether the stripe word is DRAWING, less what requests have subtracted since."""
     page, batch = stripe_place(word)
     return (stripe_credits(word) < 0) & (batch == 0) & (page > 0)
 
 
 @triton.jit
 def limit_debt(ptr, word):
-    """Bring the stripe word at ``ptr``, when it was ``word``, back to just below zero if it is very
-    far below. While everybody draws, nobody refills, and every request subtracts: in the end the
-    credits would wrap."""
+    """Set the credits at ``ptr`` back to just below zero if the stripe word there, ``word`` when it
+    was last looked at, is very far below. While everybody draws, nobody refills, and every request
+    subtracts: in the end the credits would wrap."""
     if stripe_credits(word) < -MAX_DEBT:
         atomic_cas(ptr, word, word - stripe_credits(word).to(tl.int64) - 1)
 
 
 @triton.jit(noinline=True)
 def await_slots(heap, cls, stripe, need, now, duty):
-    """Get ``need`` slots (int32) from ``stripe``, which was dry when we came by; its word: ``now``.
-    With ``duty`` (1 or 0) it is ours to refill, which is done if its spare is ready. Without, wait.
-    Returns (place, duty): a stripe word as a subtraction returned it, or 0; and whether it is our
-    duty to refill the stripe, as we took it below zero. Both 0: there may be slots to be drawn, or
-    it takes too long."""
+    """Get ``need`` slots (int32) from ``stripe``, which was dry, its word being ``now``, when we
+    came by. With ``duty`` (1 or 0) it is ours to refill: that is done here if its spare is ready.
+    Without, wait. Returns (place, duty): a stripe word as a subtraction returned it, or 0; and 1 if
+    a refill is left to us, because we took the stripe below zero. Both 0: there may be slots to be
+    drawn, or it takes too long."""
     place = tl.full((), 0, tl.int64)
     polls = tl.where(duty != 0, 0, need * 0 + POLLS)
     if duty != 0:
@@ -201,9 +201,9 @@ def find_slots(heap, cls, stripe, need, state):
     ones, twos), as :func:`refill` does.
 
     First at that stripe, if we have not waited there; then everywhere, until something is found or
-    two passes were quiet (nothing found, nothing put back, nothing in hand): then all are 0, the
-    memory is exhausted. Two, because a slot freed into an attached page behind our back is found by
-    the second.
+    two passes in a row were quiet (nothing found, nothing put back, nothing in hand): then all are
+    0, the memory is exhausted. Two, because slots also move without transit: one that is freed
+    behind the first pass is seen by the second (docs/design.md, "Two quiet passes").
     """
     place = tl.full((), 0, tl.int64)
     ones = place
@@ -215,7 +215,7 @@ def find_slots(heap, cls, stripe, need, state):
     waited = state < 0
     if (state == 0) & (need >= class_slots(cls) * WHOLE_PAGES):
         place = open_whole(heap, cls, need)
-        # (Who is served by this has subtracted, too, and waits for nothing.)
+        # (Programs that are served by this have subtracted, too, and never come to await_slots.)
         now = atomic_load(stripe)
         if is_drawing(now):
             limit_debt(stripe, now)
@@ -232,7 +232,7 @@ def find_slots(heap, cls, stripe, need, state):
             if (place == 0) & (everywhere == 0):
                 duty = take_duty(stripe)
         if duty != 0:
-            # Tickets that we have already are enough for us.
+            # If we have got tickets already, the refill keeps nothing for us.
             wants = tl.where(place == 0, need, 0)
             found = swap(heap, cls, stripe, wants)
             if found == 0:
@@ -242,7 +242,7 @@ def find_slots(heap, cls, stripe, need, state):
             waits = need * 0
         elif everywhere & (place == 0):
             # Nothing is announced unless a page may be free: programs that find the heap exhausted
-            # must leave each other in peace, or none would see the quiet pass that ends it.
+            # must leave each other in peace, or none would see the quiet passes that end this.
             if lacks_pages(heap, need * 0 + 1) == 0:
                 index, _hints = first_hinted(heap, need * 0, need * 0)
                 if index != FAR:

@@ -29,7 +29,7 @@ def is_interpreted():
 
 @triton.constexpr_function
 def nanoseconds():
-    """The host's clock; only for the interpreter, which calls this whenever it comes by."""
+    """The host's clock; only for the interpreter, which calls this each time it is executed."""
     from time import time_ns  # (in here, where the compiler does not look for device functions)
 
     return time_ns()
