@@ -43,7 +43,7 @@ def has_one_axis(x):
 @triton.jit
 def as_request(heap, x, mask):
     """``(values, active)``: int64 values in the shape of the request, scalar or 1-D block, and
-    which lanes take part."""
+    which lanes take part. What is no request is refused while the kernel is compiled."""
     tl.static_assert(is_handle(heap), "the heap of a kernel is Heap.handle, passed as an argument")
     tl.static_assert(is_integer(x), "sizes and addresses are integers: cast with .to(tl.int64)")
     tl.static_assert(has_one_axis(x), "requests are a scalar or a 1-D block: flatten it (tl.ravel)")
@@ -84,9 +84,9 @@ def malloc(heap, nbytes, mask=None, tag=0):
 
     Notes
     -----
-    May be called by any program of any kernel on any stream of the heap's device. Two atomics in
-    a row for one request or for a block of equal requests. All programs of a heap may fail and
-    retry independently; null is returned only if no memory of that shape is free.
+    May be called by any program of any kernel on any stream of the heap's device. One request, or a
+    block of equal ones, takes two atomics in a row. Programs fail and may retry independently of
+    one another; 0 is returned only if no memory of that shape is free.
     """
     sizes, active = as_request(heap, nbytes, mask)
     if is_debug(heap):
@@ -101,8 +101,8 @@ def free(heap, addr, mask=None):
     """Give memory back. ``addr``: what malloc returned, scalar or 1-D block; 0 is ignored.
 
     Everything the program did with the memory is ordered before anything its next owner does.
-    An address that is not a live allocation changes nothing and is recorded: DoubleFree if it
-    could have been one, InvalidFree if it could not. Two atomics in a row.
+    An address that is not a live allocation changes nothing and is recorded: as DoubleFree if it
+    could have been one, as InvalidFree if it could not. Two atomics in a row.
     """
     addrs, active = as_request(heap, addr, mask)
     if is_debug(heap):
@@ -126,7 +126,7 @@ def usable_size(heap, addr, mask=None):
 
 @triton.jit
 def zeros(heap, nbytes, mask=None, tag=0):
-    """:func:`malloc`, and the memory is zero."""
+    """:func:`malloc` of memory that is zero."""
     sizes, active = as_request(heap, nbytes, mask)
     if is_debug(heap):
         addr = malloc_guarded(control_block(heap), sizes, active, tag, True)

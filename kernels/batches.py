@@ -59,7 +59,7 @@ from .shelf import estimate_shelved, own_place, shelved_ptr, take_shelved
 
 SPARED = tl.constexpr(4)  # a batch of so many pages or more gets a spare when half of it is used
 FIRST_LOG2 = tl.constexpr(2)  # the longest batch is 2**this times as long as a stripe's first,
-FIRST_SIZE_LOG2 = tl.constexpr(7)  # which has 2**(k - 7) pages for slots of 2**k bytes, or SPARED
+FIRST_SIZE_LOG2 = tl.constexpr(7)  # which shrinks to SPARED, or 2**(k - 7) for slots of 2**k bytes
 PLENTY = tl.constexpr(4)  # sixteenths of the heap: while stripes hold less, batches grow fast
 REFILLING = tl.constexpr(-1)  # a stripe word below zero, without a batch: somebody refills
 # Likewise, but its page is not 0: nobody refills, because there are slots to be drawn.

@@ -4,23 +4,23 @@ A layer over ``heap``: it asks for more than the user does, keeps an entry per b
 (``table``), and looks at the guards (``guards``) whenever it has a block to itself.
 
 Shared words and their writers
-    *Entry*: the malloc that claimed the block stores it; a free clears the live bit in it. Whose
-    `and` finds the bit set has the block to itself, for the heap's own live bit is still set: it
-    may look at the guards, poison the block, and only then give it to ``heap.free_any``.
+    *Entry*: the malloc that claimed the block stores it; a free clears the live bit in it. A free
+    whose `and` finds the bit set has the block to itself, for the heap's own live bit is still set:
+    it looks at the guards, poisons the block, and only then gives it to ``heap.free_any``.
     *Mark*: see ``table``.
 Linearisation
-    malloc and a free that fails: as in ``heap``. A free that succeeds: the clearing of the entry's
-    live bit is what other frees see, the subtraction from the page word what mallocs see; a free in
-    between is a double free either way.
+    malloc: as in ``heap``. free: other frees see the clearing of the entry's live bit, mallocs see
+    the subtraction from the page word; a second free in between is a double free either way. A free
+    that fails does so at its `and`.
 Order
     Poison is written before the fence at the start of ``free_any``, and the next malloc of the
     block fences behind its claim, so it reads poison. A free fences before it looks at guards, so
-    that it sees what was written before the address was handed to it, by whatever atomics.
+    that it sees what was written before the address was handed on to it, by whatever atomics.
 Reuse (ABA)
     A free with an address that was handed out again is a free of the new block, as in ``heap``.
 Progress
-    As ``heap``: nothing waits. The cost of a call is bounded, unless the heap watches everything;
-    then it grows with the size of the block.
+    As in ``heap``: this layer waits for nobody. It costs a call a bounded amount of work, unless
+    the heap watches everything: then that grows with the size of the block.
 """
 
 import triton
@@ -92,8 +92,8 @@ from .table import (
 
 @triton.jit(noinline=True)
 def mark_run(heap, page, pages):
-    """Mark the pages of a new run behind its first (int32 scalars). Returns how many, from the
-    first on, were pages of a run that began here already."""
+    """Mark the pages of a new run behind its first (int32 scalars). Returns how many pages, from
+    the first on, were last in a run that began at the same page."""
     lane = tl.arange(0, 64)
     known = pages
     done = pages * 0 + 1
@@ -111,20 +111,20 @@ def mark_run(heap, page, pages):
 
 @triton.jit
 def adopt(heap, addr, padded, active):
-    """Look at what the blocks at ``addr``, which mallocs of ``padded`` bytes by the active lanes
-    were just given, have been through; 0 is no block.
+    """Look at what happened to the blocks at ``addr``, which mallocs of ``padded`` bytes by the
+    active lanes were just given, while they were free; 0 is no block.
 
-    Returns ``(epoch, known, word)``: the epoch of their pages; the lanes whose block was one
-    before, since when nothing else lay there; and the first word of its entry. Writes after its
+    Returns ``(epoch, known, word)``: the epoch of their pages; the lanes whose block was the last
+    to lie there, and is unchanged since its free; and the first word of its entry. Writes after the
     free are recorded, if they are where the heap watches.
     """
     got = addr != 0
     large = got & (padded > MAX_SLOT)
-    # What the last owner left is looked at. A ticket that outlives its batch has not acquired it.
+    # We look at what the last owner left. A ticket that outlived its batch has not acquired that.
     fence(heap + ERRORS)
     page, _granule = place_of(load_base(heap), addr)
     use = page_use(padded, active)
-    # All that depends on the address alone is on its way before any is waited for.
+    # All loads that depend on the address alone are under way before any is waited for.
     mark = load_once(mark_ptr(heap, page), got)
     word, birth = load_entry(entry_ptr(heap, addr), got)
     head = load_head(addr, got)
@@ -142,7 +142,7 @@ def adopt(heap, addr, padded, active):
     changed = any_bit(head_wrong(head, nbytes, known)) | any_bit(near_wrong(addr, nbytes, slots))
     everything = watches_all(heap)
     if changed | everything | any_lane(large):
-        # Of a run, the words in pages that still are what they were when it was freed.
+        # In a run, words are poison only in pages that are still marked for a run that began here.
         poisoned = poisoned_words(heap, nbytes)
         rest = large
         while any_lane(rest):
@@ -165,8 +165,8 @@ def adopt(heap, addr, padded, active):
 
 @triton.jit
 def guard(heap, addr, nbytes, tag, epoch, near, front, active, KEEP: tl.constexpr):
-    """Make blocks of the active lanes known: write the guards of those in ``near`` and ``front``,
-    then their entries. Without ``KEEP`` nothing is in them yet."""
+    """Make blocks of the active lanes known: write the near zones of those in ``near`` and the
+    fronts of those in ``front``, then all entries. Without ``KEEP`` the blocks hold nothing yet."""
     if any_lane(active & (near | front)):
         write_guards(addr, nbytes, active & near, active & front, KEEP)
         if watches_all(heap):
@@ -202,8 +202,8 @@ def malloc_guarded(heap, nbytes, active, tag, ZERO: tl.constexpr):
 
 @triton.jit
 def check_guards(heap, addr, nbytes, page, finder, active):
-    """Look at the guards of live blocks that the active lanes have, record what was written to
-    them, and mend them."""
+    """Look at the guards of live blocks that the active lanes have, record those that somebody
+    wrote to, and mend them."""
     changed = any_bit(near_wrong(addr, nbytes, active) | front_wrong(addr, active))
     if watches_all(heap):
         end = far_end(heap, nbytes, block_at(heap, page, active))
@@ -211,7 +211,7 @@ def check_guards(heap, addr, nbytes, page, finder, active):
         changed = changed | span_changed(addr, near_end(nbytes), end, active, 2)
     if changed:
         diagnose_lanes(heap, addr, None, finder, True, active)
-        # What was mended holds a few bytes of the block, which are poisoned next.
+        # Words that were mended hold a few bytes of the block as well, which are poisoned next.
         tl.debug_barrier()
 
 
@@ -237,7 +237,7 @@ def free_guarded(heap, addr, active):
 
 @triton.jit
 def report_lanes(heap, addr, word, wrong):
-    """Record of the ``wrong`` lanes that nothing lives at ``addr``, where the entry is ``word``."""
+    """Record for ``wrong`` lanes that nothing lives at ``addr``; the entry there is ``word``."""
     while any_lane(wrong):
         lane = first_lane(wrong)
         report_not_live(heap, pick(addr, lane), pick(word, lane))
@@ -261,8 +261,8 @@ def report_not_live(heap, addr, word):
 
 @triton.jit
 def live_entry(heap, addr, active):
-    """``(entry, word)`` at int64 addresses: the word is 0 where no block is live, and the entry
-    that of some block at addresses that are not the heap's."""
+    """``(entry, word)`` at int64 addresses: ``word`` is 0 where no block is live, and ``entry`` is
+    that of the first cell where the address is not the heap's, or the lane inactive."""
     inside, _page, granule = locate(heap, addr, active)
     entry = entry_ptr(heap, tl.where(inside, addr, load_base(heap)))
     word = atomic_load(entry, inside)
@@ -277,8 +277,8 @@ def usable_guarded(heap, addr, active):
 
 @triton.jit
 def realloc_guarded(heap, addr, nbytes, active, tag):
-    """``api.realloc`` for int64 addresses and sizes. A block that shrinks gets its guards anew, so
-    what lies behind its new end is out of bounds from now on."""
+    """``api.realloc`` for int64 addresses and sizes. A block that shrinks gets new guards, so what
+    lies behind its new end is out of bounds from now on."""
     entry, word = live_entry(heap, addr, active & (addr != 0))
     have = entry_size(word)
     known = active & ((addr == 0) | (word != 0))
@@ -302,9 +302,9 @@ def realloc_guarded(heap, addr, nbytes, active, tag):
 
 @triton.jit
 def shrink(heap, addr, nbytes, owner, word, entry, stays):
-    """Give live blocks of the active lanes another size, not larger, where they are. Returns which
-    of them it was. (Entries that are not ``word`` any more, as somebody freed the block meanwhile,
-    are wrong like a second free, and stay as they are.)
+    """Give the live blocks of the lanes in ``stays`` another size, not larger, where they are.
+    Returns the lanes that did. (Where the entry is not ``word`` any more, because somebody freed
+    the block meanwhile, that is recorded like a second free, and nothing changes.)
 
     As in a free, whoever takes the live bit away has the block alone, until it is back."""
     _inside, page, granule = locate(heap, addr, stays)

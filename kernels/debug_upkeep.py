@@ -59,7 +59,7 @@ def clock_kernel(ticks):
 
 @triton.jit(noinline=True)
 def freed_run_bytes(heap, page, pages):
-    """Of a freed run of ``pages`` pages (int32 scalars), how many bytes (int64) from its start on
+    """How many bytes (int64) of a freed run of ``pages`` pages (int32 scalars), from its start on,
     lie in pages that have been nothing else since."""
     lane = tl.arange(0, 64)
     known = pages

@@ -1,4 +1,4 @@
-"""Guards of a debug heap: bytes that nobody should change, and looking whether somebody did.
+"""Guards of a debug heap: bytes that nobody should change, and the code that looks at them.
 
 Every byte of a guard is POISON_BYTE. The guards of a live block of n bytes are
 
@@ -10,19 +10,19 @@ and, if the heap watches everything, all from there to the next block's front. W
 poison: its head, which is its first HEAD_WORDS words, and, if the heap watches everything, the
 rest. Guards of a freed block are its poison and its near zone.
 
-Heads and the zones around a block are looked at by straight code, and one reduction tells whether
-anything is wrong at all. What that is, slow code finds out then.
+Heads and the zones around a block are looked at by code without branches, and one reduction tells
+whether anything is wrong at all. If so, slow code finds out what.
 
 Why the front may lie in another's slot: a block has 32 bytes more than was asked for, so the last
 16 of a slot or run are nobody's memory, whoever has it. They are written by the malloc that first
-gets the block behind them, and never change again until the page is cut for something else.
+gets the block behind them, and do not change until the page is cut for something else.
 
 Concurrency: near zone and poison belong to whoever has the block. The front may be written or
 mended by the two neighbours at once, both of whom write poison.
 
-A branch is taken on what is read here by plain loads, although a stray write may come in between.
-So no two threads of a program may read one word: all tiles have at least as many elements as the
-program has threads, and what is computed from them is agreed upon in a reduction.
+Branches depend on what is read here by plain loads, although a stray write may come at any moment.
+So no two threads of a program may read the same word: all tiles have at least as many elements as
+the program has threads, and branches are taken on what was reduced over all threads.
 """
 
 import triton
@@ -62,8 +62,8 @@ POISON_BYTE = 0xDB
 POISON = tl.constexpr(0xDBDBDBDBDBDBDBDB - (1 << 64))
 MAX_THREADS = tl.constexpr(1024)  # of a program
 FRONT_WORDS = tl.constexpr(2)
-# A sector is what memory is read and written by: a head's words are handled by so many, or the
-# second half would come and go by itself.
+# Memory is read and written in sectors, so a head's words are handled by as many as a sector has,
+# or the second half of each would be moved by itself.
 SECTOR_WORDS = tl.constexpr(4)
 LONG_SPAN = tl.constexpr(512)  # words; longer spans are handled one by one by the whole program
 NOWHERE = tl.constexpr(1 << 62)
@@ -77,9 +77,9 @@ def watches_all(heap):
 
 @triton.jit
 def near_doubles(nbytes):
-    """Whether the near zone of a block of ``nbytes`` lies in two granules: in one if a block has
-    room for no more before the front of the next, by ``padded_size``. That is so with a multiple
-    of 16, unless it is a power of two and gets a slot of twice its size."""
+    """Whether the near zone of a block of ``nbytes`` lies in two granules, or in one because there
+    is room for no more before the front of the next, by ``padded_size``: as for a multiple of 16,
+    unless it is a power of two and gets a slot of twice its size."""
     low = nbytes.to(tl.int32)
     power = ((low & (low - 1)) == 0) & (low != 32) & (nbytes <= MAX_SLOT)
     return ((low & 15) != 0) | power
@@ -88,7 +88,7 @@ def near_doubles(nbytes):
 @triton.jit
 def near_end(nbytes):
     """First word behind the near zone of a block of ``nbytes``: 16 to 32 bytes behind its end, and
-    even. (Of the size alone: the block is at least what a malloc of so many bytes takes.)"""
+    even. (The size alone tells: the block is at least what a malloc of so many bytes takes.)"""
     return (nbytes >> 4) + 1 + near_doubles(nbytes).to(tl.int64) << 1
 
 
@@ -113,8 +113,8 @@ def poisoned_words(heap, nbytes):
 
 @triton.constexpr_function
 def width(model, least, threads):
-    """Columns of a tile with a row per lane of ``model``, of a program of ``threads`` threads: no
-    more than needed, for they cost registers."""
+    """How many columns a tile with a row per lane of ``model`` has, in a program of ``threads``
+    threads: no more than needed, for they cost registers."""
     shape = getattr(model, "shape", ())
     return max(least, threads // int(shape[0] if len(shape) else 1))
 
@@ -132,8 +132,8 @@ def columns(model, least: tl.constexpr):
 
 @triton.jit
 def span_lane():
-    """The numbers (int64) of the words that the whole program handles at once: not many for each
-    thread, or the kernel would need registers for them wherever it is."""
+    """The numbers (int64) of the words that the whole program handles at once: few per thread, or
+    every kernel that can get here would need registers for them."""
     if has_ptx():
         lane = tl.arange(0, tl.extra.cuda.num_threads() * 2)
     else:
@@ -143,8 +143,8 @@ def span_lane():
 
 @triton.jit
 def tile_ptr(addr, column):
-    """Pointers to words, counted by column, from each lane's address on: a multiple of 16, as the
-    compiler is told, so that two words are one access. Masks must not part them either."""
+    """Pointers to words, numbered by column, from each lane's address on. That is a multiple of 16,
+    as the compiler is told, so that two words are one access. Masks must not part the two."""
     ptr = as_column(addr).to(tl.pointer_type(tl.int64)) + column
     return tl.multiple_of(ptr, (8, 16))  # (bytes: within a column, and along a row)
 
@@ -187,7 +187,7 @@ def load_entry(entry, active):
 
 @triton.jit
 def halves(words):
-    """Both halves of each word in one (int32): not 0 if the word is not."""
+    """Both halves of each word in one int32, which is 0 only if the word is."""
     return (words | (words >> 32)).to(tl.int32)
 
 
@@ -200,14 +200,14 @@ def any_bit(tile):
 
 # Guards of live blocks ------------------------------------------------------------------------
 #
-# What is wrong with a zone is a tile of int32 with a row per lane, 0 where nothing is, for
-# :func:`any_bit`; whose zone it is, :func:`diagnose_lanes` finds out.
+# What is wrong with a zone is a tile of int32 with a row per lane, 0 where nothing is wrong, for
+# :func:`any_bit`. Whose zone it is, :func:`diagnose_lanes` finds out.
 
 
 @triton.jit
 def guard_bits(nbytes, column):
-    """Which bits of the granule in which a block of ``nbytes`` ends, by its words, are behind the
-    end (a tile; of meaning in columns 0 and 1)."""
+    """Which bits of the granule in which a block of ``nbytes`` ends are behind the end, by the
+    granule's words (a tile, of which columns 0 and 1 have a meaning)."""
     bits = as_column((nbytes.to(tl.int32) & 15) << 3) - (column << 6)
     mask = (bits & 0).to(tl.int64) - 1 << tl.minimum(tl.maximum(bits, 0), 63).to(tl.int64)
     return tl.where(bits < 64, mask, 0)
@@ -244,7 +244,7 @@ def front_wrong(addr, active):
 @triton.jit
 def write_guards(addr, nbytes, near, front, KEEP: tl.constexpr):
     """Poison the near zones of the lanes in ``near`` and the fronts of those in ``front``. With
-    ``KEEP`` what a block has in the granule in which it ends stays; otherwise it may be lost."""
+    ``KEEP`` a block keeps what it has in the granule in which it ends; otherwise it may lose it."""
     column = columns(addr, 2)
     near = as_mask(near) & (column < 2)
     ptr, mask, second = near_granules(addr, nbytes, column)
@@ -263,8 +263,8 @@ def write_guards(addr, nbytes, near, front, KEEP: tl.constexpr):
 
 @triton.jit
 def load_head(addr, active):
-    """The heads of blocks of the active lanes, as tiles of words one behind the other. (Of the
-    address alone: they are under way while the entry still is.)"""
+    """The heads of blocks of the active lanes, as a tuple of tiles of words. (The address alone
+    decides what is read, so that this is under way while the entry still is.)"""
     column = columns(addr, SECTOR_WORDS)
     inside = as_mask(active) & (column < HEAD_WORDS)
     ptr = tile_ptr(addr, column)
@@ -292,8 +292,8 @@ def poison_head(heap, addr, nbytes, active):
     column = columns(addr, SECTOR_WORDS)
     count = as_column(tl.where(active, head_granules(nbytes), 0))
     ptr = tile_ptr(addr, column)
-    # (No constant as far as the compiler can see, or it would load registers with it anew for every
-    # store. The heap begins with a page, so its address is even.)
+    # (Not a constant as far as the compiler can see, or it would load it into registers anew for
+    # every store. The address of the heap is that of a page, so it is even.)
     poison = tl.zeros(ptr.shape, tl.int64) + (POISON + (load_base(heap) & 1))
     for first in tl.static_range(0, HEAD_WORDS, column.shape[1]):
         tl.store(ptr + first, poison, mask=(column + first) // 2 < count)
@@ -302,7 +302,7 @@ def poison_head(heap, addr, nbytes, active):
 @triton.jit
 def span_lanes(start, end, active):
     """``(count, long)`` of spans of words from ``start`` to ``end``, both even: how many granules
-    (int32), and, where they are too many for a lane, the flag and 0."""
+    (int32) each has; where these are too many for a lane, ``long`` is set and ``count`` is 0."""
     words = tl.where(active, end - start, 0)
     long = words > LONG_SPAN
     return tl.where(long, 0, words >> 1).to(tl.int32), long
@@ -315,8 +315,8 @@ def most_of(count):
 
 @triton.jit
 def span_changed(addr, start, end, active, least: tl.constexpr = 4):
-    """Whether a word of the active lanes in [start, end), counted from their address, is not
-    poison (scalar). ``least`` words of each lane at a time: fewer cost fewer registers."""
+    """Whether any word of the active lanes in [start, end), counted from their address, is not
+    poison (scalar). At least ``least`` words of a lane at a time: fewer cost fewer registers."""
     count, long = span_lanes(start, end, active)
     most = most_of(count)
     column = columns(addr, least)
@@ -371,9 +371,9 @@ def poison_long(addr, start, end):
 
 @triton.jit(noinline=True)
 def scan(addr, start, end, skip, mend):
-    """Address of the lowest byte that is not poison in words [start, end), counted from ``addr``,
-    of the first of which ``skip`` bytes are not looked at; NOWHERE if all are. int64 scalars.
-    With ``mend`` != 0 the words are made poison again."""
+    """Address of the lowest byte that is not poison in words [start, end), counted from ``addr``;
+    NOWHERE if all are poison. The first ``skip`` bytes of the first word are left out. int64
+    scalars. With ``mend`` != 0 the words are made poison again."""
     lane = span_lane()
     found = (addr & 0) + NOWHERE
     at = start
@@ -409,8 +409,8 @@ def entry_at(heap, addr):
 
 @triton.jit(noinline=True)
 def record_write(heap, kind, at, addr, finder):
-    """Record that the byte at ``at`` is not what the block at ``addr`` left there; returns 1.
-    Scalars; NOWHERE is no byte, and gives 0."""
+    """Record that the byte at ``at``, a guard of the block at ``addr``, has changed; returns 1.
+    Scalars. If ``at`` is NOWHERE, nothing is recorded and 0 returned."""
     count = finder * 0
     if at != NOWHERE:
         _page, entry = entry_at(heap, addr)
@@ -435,8 +435,8 @@ def diagnose_live(heap, addr, finder, mend):
 
 @triton.jit(noinline=True)
 def diagnose_freed(heap, addr, poisoned, finder):
-    """Find out whether a freed block has changed, of which the first ``poisoned`` words are
-    poison, and record it. Scalars. Returns how many faults there are (int32)."""
+    """Find out whether a freed block, whose first ``poisoned`` words are poison, has changed, and
+    record it. Scalars. Returns how many faults there are (int32)."""
     at = scan(addr, addr * 0, poisoned, addr * 0, finder * 0)
     page, entry = entry_at(heap, addr)
     use = mark_use(atomic_load(mark_ptr(heap, page)))
@@ -450,8 +450,8 @@ def diagnose_freed(heap, addr, poisoned, finder):
 
 @triton.jit
 def diagnose_lanes(heap, addr, poisoned, finder: tl.constexpr, mend: tl.constexpr, active):
-    """Diagnose the blocks of the active lanes, some of which has changed: freed ones, or live ones
-    if ``poisoned`` is None. Returns which have."""
+    """Diagnose the blocks of the active lanes, at least one of which has changed: freed ones, or
+    live ones if ``poisoned`` is None. Returns the lanes whose blocks have."""
     changed = active & (active == 0)
     while any_lane(active):
         lane = first_lane(active)

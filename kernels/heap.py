@@ -7,7 +7,7 @@ instruction.
 
 A malloc is two dependent round trips to memory: the ticket and the claim of the live bit. A free
 is two: the clearing of the live bit, and the subtraction from the page's account. Everything else
-is behind a branch. Why it is correct is said in ``slabs``; runs and ``shelf`` are in theirs.
+is behind a branch. Why it is correct: ``slabs``; for runs ``pages``; for pages put by, ``shelf``.
 """
 
 import triton
@@ -152,7 +152,7 @@ def malloc_any(heap, nbytes, active):
                 if stripe_credits(word) <= 0:
                     # (No whole pages where everybody draws: nobody refills there, so somebody has
                     # to find nothing and take that duty. Nor if the refill is ours, as we were the
-                    # first to find too few credits: others wait for it.)
+                    # first to find no credit left: others wait for it.)
                     whole = (count >= slots_of(size) * DRY_PAGES) & (is_drawing(word) == 0)
                     whole = whole & (duty == 0)
                     if whole == 0:

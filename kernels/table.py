@@ -14,30 +14,30 @@ heap.
 
 In a debug heap no slot is smaller than a cell, so no two blocks begin in one.
 
-Entry, first word: written by whoever has the block; its live bit is cleared by an `and`, and
-whoever cleared it has the block to itself from then on. (Until the address is handed on, nobody
-else has a right to free it: that a wrong free may come before or after the store is all there is
-between the two.)
+Entry, first word: written by whoever has the block. A free clears the live bit in it by an `and`,
+a realloc by a compare-and-swap; whoever cleared it has the block to itself from then on. (Before
+the address is handed on nobody else has a right to free the block; a wrong free merely comes before
+or after the store.)
 
     0..39   size in bytes, as requested
     40..55  tag
     56..59  live: bit of the granule, of the four in the cell, at which the block begins
     60..61  that granule, which stays when the live bit goes
 
-Entry, second word: written and read by whoever has the block alone.
+Entry, second word: written and read only by whoever has the block to itself.
 
     0..39   when it was allocated, in ticks of 1024 ns
     40..63  epoch of the page then
 
 Mark: what the page was last cut for, and an epoch that grows with every change of that. An entry
-of an earlier epoch says what once was there; other blocks have lain across it since, so nothing
+of an earlier epoch says what was there once; other blocks have lain across it since, so nothing
 can be said about the bytes.
 
     0..31   use: size class, or RUN_USE + the page's place in its run
     32..63  epoch
 
-Concurrency: a mark changes only by a malloc that has a block in the page, to what that block is;
-while it lives nobody can have another idea of the page, so all who change it write the same.
+Concurrency: only a malloc that has got a block in the page changes its mark, to the block's use.
+While the block lives, the page has no other use, so all who change the mark write the same.
 """
 
 import triton
@@ -56,7 +56,7 @@ from .layout import (
 from .target import has_ptx, is_interpreted, nanoseconds
 
 TABLE_WORD = tl.constexpr(16)  # of the control block: address of the table
-ENTRIES_WORD = tl.constexpr(17)  # the first of its words that belongs to an entry
+ENTRIES_WORD = tl.constexpr(17)  # index in the table of the first word of the entries
 ALL_WORD = tl.constexpr(18)  # 1: everything is watched, whatever it costs
 
 FAULTS = tl.constexpr(8)
@@ -66,7 +66,7 @@ MARKS = tl.constexpr(512)
 CELL_LOG2 = tl.constexpr(6)
 CELL_BYTES = tl.constexpr(1 << 6)
 PAGE_CELLS = tl.constexpr(1 << 10)
-HEAD_WORDS = tl.constexpr(8)  # of a freed block, which are always poison
+HEAD_WORDS = tl.constexpr(8)  # the first words of a freed block, which are always poison
 ENTRY_WORDS = tl.constexpr(2)
 
 # Kinds of error beside those of `layout`; counted with them.
@@ -197,10 +197,10 @@ def renewed(mark, use):
 
 @triton.jit
 def padded_size(nbytes):
-    """Bytes (int64) of the slot or run that a request needs: at least a cell, and at least 32 more
-    than was asked for, the first 16 of them the block's own zone, the last 16 the zone in front of
-    the next block. Slots of twice a power of two are aligned to it as the power itself would be.
-    0 and negative sizes stay what they are."""
+    """Bytes (int64) to ask the heap for: at least a cell, and at least 32 more than was requested,
+    the first 16 of them the block's own zone, the last 16 the zone in front of the next block. A
+    power of two is doubled: slots of that size are aligned as those of the power would be. 0 and
+    negative sizes stay what they are."""
     power = (nbytes & (nbytes - 1)) == 0
     # (No heap has 2**62 bytes; a request for more must not wrap.)
     more = tl.minimum(nbytes, 1 << 62) + 32
@@ -212,8 +212,8 @@ def padded_size(nbytes):
 
 @triton.jit
 def page_use(padded, active):
-    """What the first pages of blocks of ``padded`` bytes are cut for (int32). (Computed as malloc
-    has it, which the compiler then does once.)"""
+    """What the first pages of blocks of ``padded`` bytes are cut for (int32). (Computed as in
+    malloc, so that the compiler does it once.)"""
     small = active & (padded > 0) & (padded <= MAX_SLOT)
     classes = size_class(tl.where(small, padded, 1).to(tl.int32))
     return tl.where(padded <= MAX_SLOT, classes, RUN_USE)

@@ -39,8 +39,8 @@ def usable_size_kernel(heap, addrs, sizes, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def trim_kernel(heap, batches):
-    """Dissolve 64 batches per program and clear as many places of the shelf: whatever is free can
-    then be found by anybody, and pages that are free as a whole go back to the page level."""
+    """Dissolve 64 batches per program and clear as many places of the shelf. Then everybody can
+    find whatever is free, and pages that are free as a whole are back at the page level."""
     first = tl.program_id(0) * 64
     flush(heap, first, tl.minimum(first + 64, batches), first * 0 + FLUSH_ALL)
     places = load_geometry(heap, G_PLACES).to(tl.int32)
