@@ -5,9 +5,9 @@ reach it. Words 0..31 never change after the heap is made and may be loaded plai
 (:func:`load_geometry`); all others change under running kernels and are touched by atomics only.
 
     word            what                                              written by
-    0..31           geometry (immutable)                              host
+    0..31           geometry (immutable; 16..18: see ``table``)       host
     ERRORS          one counter per kind of error                     record, table
-    RECORDS         the first MAX_RECORDS errors, 4 words each        record
+    RECORDS         count of records; the first MAX_RECORDS, 4 words  record
     PEAK, USED      pages taken from the page level, and their peak   pages
     HELD            pages in batches of stripes, spares among them    batches
     RUNS            large allocations (runs) ever handed out          heap

@@ -171,8 +171,8 @@ def claim_any(heap, addr, size, late):
 @triton.jit
 def clear(live, page, granule, active):
     """Clear the live bits of ``active`` lanes. Returns the lanes whose bits were set; those that
-    are to subtract from the account of their page, and for how many lanes each; and the distance
-    between the slots in granules (int32 scalar), if it is one and they span a page, or else 0.
+    are to subtract from the account of their page, and for how many lanes each; and, if the slots
+    are equally far apart and span a page or more, their distance in granules (int32 scalar), or 0.
 
     If the lanes free consecutive slots, in order and from lane 0 on, one clears for all of a word
     and subtracts for all of a page. If not, each clears its own bit, and groups subtract together.
