@@ -249,6 +249,12 @@ def test_weakened_copies_still_apply(name: str, tmp_path: Path) -> None:
     )
 
 
+def test_no_acquire_is_forgotten() -> None:
+    files = {path.name for path in (ROOT / "kernels").glob("*.py")}
+    acquire = {name for name in files if 'sem="acquire"' in (ROOT / "kernels" / name).read_text()}
+    assert {patch.file for patch in litmus.WEAKENED["no-acquires"]} == acquire
+
+
 def test_a_patch_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"heap.py has 'no such text' 0 times, not 1"):
         patched_kernels([Patch("heap.py", "no such text", "")], tmp_path)

@@ -72,7 +72,7 @@ _FENCE = Patch("atomics.py", '"fence.acq_rel.gpu; mov.b32 $0, $1;"', '"mov.b32 $
 _BARRIERS = Patch("atomics.py", "    tl.debug_barrier()\n", "", times=2)
 _ACQUIRES = tuple(
     Patch(file, 'sem="acquire"', 'sem="relaxed"', times=None)
-    for file in ("heap.py", "slabs.py", "batches.py", "pages.py")
+    for file in ("batches.py", "heap.py", "pages.py", "shelf.py", "slabs.py")
 )
 _FREE = Patch(
     "heap.py",
