@@ -1,8 +1,8 @@
 """malloc and free inside Triton kernels.
 
 Importing this package needs no GPU, driver or CUDA library, and imports neither Triton nor the
-device code: those follow with the first use of `Heap`. Triton reads ``TRITON_INTERPRET`` when a
-kernel is decorated, its own ones when it is imported, so the variable is to be set before that.
+device code: the first use of `Heap` does. Triton reads ``TRITON_INTERPRET`` when a kernel is
+decorated, and for its own kernels when Triton is imported, so set the variable before that.
 """
 
 from __future__ import annotations

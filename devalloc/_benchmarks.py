@@ -1,7 +1,7 @@
-"""Finding the folder ``benchmarks/``, which is not installed: it belongs to a checkout.
+"""Find the folder ``benchmarks/``, which is not installed: it belongs to a checkout.
 
-The benchmarks read the targets and the peers' rows beside them, write result files, and put their
-tables into the documents of the checkout; a wheel has none of these.
+The benchmarks read targets and the rows of other allocators from files beside them, write result
+files, and put their tables into the documents of the checkout; a wheel has none of these.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def load_benchmark(name: str, root: Path | None = None) -> ModuleType:
     name : str
         Such as ``"bench_device"``.
     root : Path, optional
-        Folder of the checkout. Default: the one that has this package.
+        Folder of the checkout. Default: the one that contains this package.
 
     Raises
     ------
     DevallocError
-        If there is no such checkout, or another package is imported under that name already.
+        If there is no such checkout, or another package named benchmarks is imported instead.
     """
     root = root or Path(__file__).resolve().parent.parent
     folder = root / "benchmarks"

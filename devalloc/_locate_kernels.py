@@ -5,9 +5,9 @@ The device code lives in the top-level folder ``kernels/`` and is installed as t
 and ``kernels/`` side by side. Python started in the checkout imports the folder ``devalloc/`` of
 the checkout, whatever else is installed, and would not find ``devalloc.kernels`` there.
 
-``register`` closes that gap: it adds one import finder that answers for the single name
-``devalloc.kernels`` and points it at the sibling folder. Nothing is imported until somebody asks
-for the device code, so a program may still set ``TRITON_INTERPRET`` after ``import devalloc``.
+``register`` closes that gap: it adds an import finder that answers only for the name
+``devalloc.kernels`` and points it at the sibling folder. Nothing is imported until a program asks
+for the device code, so it may still set ``TRITON_INTERPRET`` after ``import devalloc``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PACKAGE = "devalloc.kernels"
 
 
 class SiblingFolder(MetaPathFinder):
-    """Resolves ``devalloc.kernels`` to one folder and no other name to anything.
+    """Resolves the name ``devalloc.kernels`` to one folder, and no other name.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def sibling_folder(package: Path) -> Path | None:
 
 
 def register() -> None:
-    """Make ``devalloc.kernels`` importable in a checkout; does nothing in an installed package."""
+    """Make ``devalloc.kernels`` importable in a checkout; do nothing in an installed package."""
     folder = sibling_folder(Path(__file__).resolve().parent)
     if folder is not None and not any(isinstance(f, SiblingFolder) for f in sys.meta_path):
         sys.meta_path.insert(0, SiblingFolder(folder))

@@ -1,7 +1,8 @@
 """`Arena`: a caching allocator for one device, and tensors and heaps in its memory.
 
 A tensor's memory returns with the last reference to its storage, autograd's included; see
-`devalloc.tensors`. An arena that nobody refers to lives on until its last tensor is gone.
+`devalloc.tensors`. The engine of an arena that nobody refers to lives on until the last tensor is
+gone.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class TorchOutOfMemory(OutOfMemory, torch.OutOfMemoryError):
-    """`OutOfMemory` for code that expects PyTorch's error."""
+    """`OutOfMemory` that is also PyTorch's error, for code that expects that one."""
 
 
 class Block(Owner):
-    """A piece of an arena's memory: ``address``, and ``nbytes`` that may be used.
+    """A piece of an arena's memory: ``nbytes`` usable bytes at ``address``.
 
     Made by `Arena.alloc`, given back by `Arena.free`.
     """
@@ -58,14 +59,17 @@ class Arena(Owner):
     Parameters
     ----------
     device : torch.device, str or int, optional
-        Default: the source's device; the current CUDA device, or the CPU where there is none.
-    source : str or Source
-        ``"cuda"`` (cudaMalloc), ``"host"`` (host memory), or an object. Default: by the device.
+        Default: the source's device; without a source the current CUDA device, or the CPU where
+        there is none.
+    source : str or Source, optional
+        ``"cuda"`` (cudaMalloc), ``"async"`` (cudaMallocFromPoolAsync), ``"host"`` (host memory),
+        or a source object. Default: ``"cuda"`` for a CUDA device, ``"host"`` for the CPU.
     policy : str or Policy
-        ``"torch"``, ``"tiny"``, ``"bfc"``, ``"auto_growth"``, ``"frugal"``, or an object with
-        options.
+        ``"torch"``, ``"tiny"``, ``"bfc"``, ``"auto_growth"``, ``"frugal"``, or a policy object
+        with options.
     limit : int, str or float, optional
-        Most bytes taken from the source; a float is a fraction of the device's memory.
+        The most bytes that are taken from the source; a float is a fraction of the device's
+        memory.
     share_streams : bool
         Reuse memory across streams, ordered by events: see `devalloc.cache.Cache`.
 
@@ -77,8 +81,9 @@ class Arena(Owner):
     Notes
     -----
     All methods may be called from any thread. Allocation and free wait for nothing unless memory
-    runs out; what is allocated belongs to the current stream, or to the one that is named. CUDA's
-    per-thread default stream is refused: its handle, 2, means another stream in each thread.
+    runs out. Memory belongs to the stream that is named when it is allocated, by default the
+    current one. CUDA's per-thread default stream is refused: its handle, 2, means another stream
+    in each thread.
     """
 
     def __init__(
@@ -103,7 +108,7 @@ class Arena(Owner):
         self._closed = False
         self._installed = False
         self._pytorch: Pool | None = None
-        # For an arena that is dropped without close(). Living tensors keep the cache.
+        # For an arena that is dropped without close(). Live tensors keep the cache alive.
         weakref.finalize(self, self._cache.close).atexit = False
 
     @classmethod
@@ -116,37 +121,37 @@ class Arena(Owner):
         *,
         share_streams: bool = False,
     ) -> Arena:
-        """An arena that is PyTorch's CUDA allocator for the whole process, all threads.
+        """Make an arena that is PyTorch's CUDA allocator for the whole process, all threads.
 
-        Call it before anything uses the GPU; what else would be CUDA's default device is `device`.
-        For a second device call it again. It cannot be undone, and the arena lives as long as the
-        process.
+        Call it before anything uses the GPU. The parameters are those of `Arena`; the default
+        device is the current CUDA device. For a second device call it again. It cannot be undone,
+        and the arena lives as long as the process.
 
-        Every tensor is a block of the arena: the policy decides, `stats`, `snapshot`, the limit and
-        history are of everything, and ``Tensor.record_stream`` and ``torch.cuda.empty_cache`` reach
-        it. Each allocation calls back into Python; `use` is faster. PyTorch's own statistics raise
-        RuntimeError. Capture graphs within `capture`.
+        Every tensor is then a block of the arena: the policy decides, `stats`, `snapshot`, the
+        limit and the history cover everything, and ``Tensor.record_stream`` and
+        ``torch.cuda.empty_cache`` reach the arena. Each allocation calls back into Python, so `use`
+        is faster. PyTorch's own statistics raise RuntimeError. Capture graphs within `capture`.
 
-        PyTorch does not look at whether such an allocator failed. When the arena runs out, its
-        error is shown as a `devalloc.interop.pluggable.AllocationWarning`, and the tensor has the
-        address 0. What works with it fails: with RuntimeError, or with CUDA's illegal memory
-        access, after which the process cannot use the GPU any more. A program that means to survive
-        running out needs `use`, where it is a ``torch.OutOfMemoryError``.
+        PyTorch does not check whether such an allocator failed. When the arena runs out, its error
+        is shown as a `devalloc.interop.pluggable.AllocationWarning`, and the tensor gets the
+        address 0. Whatever works with that tensor fails: with RuntimeError, or with CUDA's illegal
+        memory access, after which the process can no longer use the GPU. A program that is to
+        survive running out of memory needs `use`, where it is a ``torch.OutOfMemoryError``.
 
         Raises
         ------
         InvalidArgument
-            If CUDA is in use by PyTorch already, if there is an arena for this device, if device or
-            source are not of CUDA, or as of `Arena`; also if there is no CUDA device.
+            If PyTorch already uses CUDA, if an arena is installed for this device already, if there
+            is no CUDA device, if the device or the source is not one of CUDA, or as for `Arena`.
         DevallocError
             If this PyTorch has no pluggable allocators, or the callbacks cannot be compiled: they
-            need the C compiler and the headers of Python that Triton needs.
+            need the C compiler and the Python headers that Triton needs.
         """
         from devalloc.interop import pluggable
 
         if not torch.cuda.is_available():
             raise InvalidArgument("no CUDA device is available: there is no allocator to replace")
-        # What cannot work is found without memory, and without CUDA: what follows cannot be undone.
+        # Bad arguments are found first, without memory and CUDA: what follows cannot be undone.
         pluggable.require_unserved(cuda_place_of(device, source))
         trial = SimulatedSource()
         trial.granularity = getattr(source, "granularity", trial.granularity)
@@ -166,9 +171,9 @@ class Arena(Owner):
     def close(self) -> None:
         """Refuse new allocations and give back all memory that nobody uses.
 
-        Memory of living tensors, heaps and blocks goes back when they do. This and those later
+        Memory of live tensors, heaps and blocks goes back when they end. This call and those later
         frees wait for streams that still use freed memory. Closing again is harmless, and gives
-        back what could not be before.
+        back what could not be given back before.
 
         Raises
         ------
@@ -214,10 +219,10 @@ class Arena(Owner):
         *,
         stream: int | None = None,
     ) -> torch.Tensor:
-        """A tensor of uninitialised memory, as ``torch.empty``; contiguous.
+        """A contiguous tensor of uninitialised memory, like ``torch.empty``.
 
-        The memory returns to the arena with the last reference to the tensor's storage: views and
-        what autograd saved count.
+        The memory returns to the arena with the last reference to the tensor's storage; views and
+        tensors that autograd saved are such references.
 
         Parameters
         ----------
@@ -230,10 +235,10 @@ class Arena(Owner):
         Raises
         ------
         OutOfMemory
-            Also a ``torch.OutOfMemoryError``.
+            It is a ``torch.OutOfMemoryError`` too.
         InvalidArgument
-            For a shape that is not of sizes of at least 0, or of too large ones, a type or stream
-            that is none, a quantised type, or a closed arena.
+            For a shape with a size that is negative, too large or not an int, an unknown type or
+            stream, a quantised type, or a closed arena.
         """
         if isinstance(shape, int):
             dims: tuple[int, ...] = (shape,)
@@ -292,7 +297,10 @@ class Arena(Owner):
             raise TorchOutOfMemory(str(error)) from error
 
     def alloc(self, nbytes: int | str, stream: int | None = None) -> Block:
-        """A block of at least ``nbytes`` bytes, aligned to 256; errors as of `empty`."""
+        """A block of at least ``nbytes`` bytes, aligned to 256 bytes; raises what `empty` raises.
+
+        Under every policy but "tiny", a block of 0 bytes has the address 0.
+        """
         self._require_open()
         size = parse_size(nbytes)
         address = self._malloc(size, stream)
@@ -306,36 +314,43 @@ class Arena(Owner):
     def free(self, block: Block) -> None:
         """Give a block back.
 
+        A block that was freed before must not be freed again: once its address has been handed out
+        anew, a second free would free the new block and is not noticed.
+
         Raises
         ------
         DoubleFree, InvalidFree
-            If it is not live; nothing has changed then.
+            If nothing lives at the block's address; nothing has changed then.
         InvalidArgument
-            If it is no block of this arena.
+            If it is not a block of this arena.
         """
         if not isinstance(block, Block) or block.arena is not self:
             raise InvalidArgument(f"{block!r} is no block of {self!r}; free it where it came from")
         self._cache.free(block.address)
 
     def heap(self, capacity: int | str) -> Heap:
-        """A `devalloc.Heap` in the memory of this arena; it returns when the heap is closed and
-        its last tensor gone. The heap's device must be the arena's."""
+        """A `devalloc.Heap` in memory of this arena.
+
+        The memory returns when the heap is closed and its last tensor is gone. Kernels must be able
+        to run on the arena's device, as for any heap.
+        """
         from devalloc.heap import Heap
 
         self._require_open()
         return Heap(capacity, device=self.device, source=_ArenaSource(self))
 
     def record_stream(self, what: torch.Tensor | Block, stream: torch.cuda.Stream | int) -> None:
-        """Say that ``stream`` uses a tensor's memory or a block too.
+        """Say that ``stream`` also uses a tensor's memory or a block.
 
-        When it is freed, the memory becomes available once ``stream`` has done what is queued there
-        by then. ``Tensor.record_stream`` does nothing for memory that PyTorch does not own.
+        When the memory is freed, it becomes available only after ``stream`` has done the work that
+        is queued there at that time. Use this and not ``Tensor.record_stream``, which does nothing
+        for memory that PyTorch does not own.
 
         Raises
         ------
         InvalidArgument
-            If the memory is not a live allocation of this arena, or the stream not of its device,
-            or CUDA's per-thread default stream.
+            If the memory is not a live allocation of this arena, or the stream is not on its device
+            or is CUDA's per-thread default stream.
         """
         handle = stream if isinstance(stream, int) else self._handle(stream)
         if isinstance(what, Block):
@@ -351,7 +366,7 @@ class Arena(Owner):
             self._cache.record_stream(address, resolve_stream(handle, self.device))
 
     def _is_here(self, device: torch.device) -> bool:
-        # The device of a source of the caller's may have no index.
+        # The device of a caller's own source may have no index.
         return device.type == self.device.type and self.device.index in (None, device.index)
 
     def _handle(self, stream: torch.cuda.Stream) -> int:
@@ -362,12 +377,12 @@ class Arena(Owner):
     # Graphs ---------------------------------------------------------------------------------------
 
     def graph_pool(self) -> PrivatePool:
-        """Memory for one CUDA graph, or several that share it: see `capture`."""
+        """Memory for one CUDA graph, or for several that share it: see `capture`."""
         self._require_open()
         return self._cache.private_pool()
 
     def capture(self, pool: PrivatePool) -> AbstractContextManager[None]:
-        """Around a capture: this thread's allocations come from ``pool``.
+        """To be put around a capture: within it this thread's allocations come from ``pool``.
 
         Meanwhile nothing is queried, waited for, or given back to the source. The pool keeps its
         memory until its last `PrivatePool.release`.
@@ -385,21 +400,22 @@ class Arena(Owner):
     def use(self) -> AbstractContextManager[None]:
         """Within it PyTorch's own CUDA allocations of this thread come from this arena.
 
-        PyTorch's caching allocator keeps the blocks, with its speed and its ``record_stream``, and
+        PyTorch's caching allocator keeps the blocks, with its speed and its ``record_stream``. It
         takes its segments from the arena's source, under the arena's limit; `stats` counts them as
         ``outside_*``. The segments stay with PyTorch from one `use` to the next; idle ones return
         with `empty_cache`, with `close`, with the arena's end, or when the arena itself runs out.
-        Tensors may outlive all of these: their segments then return with the next `empty_cache`, or
-        ``torch.cuda.empty_cache``, after they are gone.
+        Tensors may outlive all of these: their segments then return with the next `empty_cache` or
+        ``torch.cuda.empty_cache`` after the tensors are gone.
 
-        A backward pass runs on this thread too, and its gradients live in the arena: PyTorch's
-        worker threads, which would not be routed, are switched off for this thread meanwhile. So
-        devices take turns in a backward pass over several. Allocations of other threads, data
-        loaders' for instance, are PyTorch's as ever.
+        A backward pass runs on this thread too, and its gradients live in the arena: meanwhile
+        PyTorch does not use its worker threads for this thread, because their allocations would not
+        come from the arena. So in a backward pass over several devices the devices take turns.
+        Other threads, those of data loaders for instance, still allocate from PyTorch.
 
-        One thread at a time may be inside, for one arena, which it may enter again. While it runs,
-        let other threads not ask PyTorch for memory statistics or snapshots: those wait for a lock
-        and keep Python's, which the callbacks need. Capture graphs outside, with `capture`.
+        One thread at a time may be inside, for one arena; it may enter again for the same arena.
+        While it is inside, other threads must not ask PyTorch for memory statistics or snapshots:
+        these wait for a lock of PyTorch and keep the GIL, which the callbacks need. Capture graphs
+        outside of `use`, with `capture`.
 
         Raises
         ------
@@ -408,9 +424,11 @@ class Arena(Owner):
             `install`, or for a source other than ``"cuda"`` and ``"async"``: adaptors could wait
             for locks.
         DevallocError
-            If this PyTorch has no pools, or the callbacks cannot be compiled, as for `install`.
+            If this PyTorch has no memory pools, or the callbacks cannot be compiled, as for
+            `install`.
         torch.OutOfMemoryError
-            From PyTorch, when limit or source refuse a segment; its cause is the arena's error.
+            From PyTorch, when the limit or the source refuses a segment; its cause is the arena's
+            error.
         """
         from devalloc.interop import pluggable
         from devalloc.interop.pytorch import Pool
@@ -424,14 +442,14 @@ class Arena(Owner):
         return self._pytorch.use()
 
     def triton_allocator(self) -> Callable[[int, int, int | None], Holder]:
-        """For ``triton.set_allocator``: the scratch memory of kernel launches from this arena.
+        """A function for ``triton.set_allocator``: scratch memory of launches from this arena.
 
         Triton holds a buffer only until the launch call returns, long before the kernel ends. The
-        buffer belongs to the launch's stream, so that its memory is next used by work that is
-        queued there after the kernel. Inside a CUDA graph the address is part of the graph: capture
-        within `capture`, whose pool keeps the memory.
+        buffer belongs to the launch's stream, so its memory is next used by work that is queued on
+        that stream after the kernel. In a CUDA graph the address is part of the graph: capture the
+        graph within `capture`, whose pool keeps the memory.
 
-        ``triton.set_allocator`` sets a context variable: do it in each thread that launches.
+        ``triton.set_allocator`` sets a context variable: call it in each thread that launches.
         """
         from devalloc.interop import triton
 
@@ -441,8 +459,9 @@ class Arena(Owner):
     def memory_resource(self) -> ArenaMemoryResource:
         """A ``cuda.core.MemoryResource``: ``resource.allocate(nbytes, stream=stream)``.
 
-        A buffer belongs to the stream it was allocated on. Closed on another stream, its memory is
-        reused only behind what that stream was given before. Buffers keep the arena.
+        A buffer belongs to the stream it was allocated on. If it is closed on another stream, its
+        memory is reused only after the work that was queued on that stream before. Buffers keep the
+        arena alive.
 
         Raises
         ------
@@ -460,7 +479,7 @@ class Arena(Owner):
 
     @property
     def cache(self) -> Cache:
-        """The engine, for everything that is not here: history, limits, callbacks, streams."""
+        """The engine, for everything that has no method here: history, callbacks, streams."""
         return self._cache
 
     def set_limit(self, limit: int | str | float | None) -> None:
@@ -468,16 +487,16 @@ class Arena(Owner):
         self._cache.set_limit(resolve_limit(limit, self.device))
 
     def empty_cache(self) -> int:
-        """Give all idle memory back to the source; bytes. Waits for pending frees.
+        """Give all idle memory back to the source; returns its bytes. Waits for pending frees.
 
-        Of memory that PyTorch took in `use`, PyTorch's own idle memory may go too; none while
-        somebody is inside.
+        Idle memory that PyTorch took in `use` goes back too, and with it PyTorch's own idle memory
+        may, but not while a thread is inside `use`.
         """
         outside = 0 if self._pytorch is None else self._pytorch.empty()
         return outside + self._cache.empty_cache()
 
     def stats(self) -> dict[str, int]:
-        """Statistics under the names of ``torch.cuda.memory_stats``.
+        """Statistics under the names of ``torch.cuda.memory_stats``: bytes and counts.
 
         Segments that PyTorch took in `use` are counted as ``outside_segment.current``,
         ``.allocated``, ``.freed`` and ``outside_bytes.current``.
@@ -485,7 +504,10 @@ class Arena(Owner):
         return {**self._cache.stats(), **self._cache.outside.stats()}
 
     def snapshot(self) -> dict[str, object]:
-        """In the format of ``torch.cuda.memory._snapshot``; plain types, ready to pickle."""
+        """All segments, blocks and the history, as ``torch.cuda.memory._snapshot`` gives them.
+
+        Plain types only, ready to pickle.
+        """
         return self._cache.snapshot()
 
 
@@ -503,7 +525,7 @@ class _ArenaSource:
         return self._arena._malloc(nbytes, stream)
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
-        # (When a segment ends, which may be in the middle of anything.)
+        # (Called when a segment ends, which may be in the middle of any other call.)
         self._arena._cache.free_in_finalizer(address)
 
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:

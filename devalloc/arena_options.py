@@ -1,4 +1,4 @@
-"""What a user may write for an arena, made definite: sources, limits, streams."""
+"""Sources, limits and streams as users write them for an arena, made definite."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ _MEMORY = ("device", "granularity", "allocate", "free", "view")
 
 
 def known_source(name: str) -> None:
-    """Raise InvalidArgument for a name that no source has."""
+    """Raise InvalidArgument unless a source has this name."""
     if name not in _SOURCES:
         raise InvalidArgument(f"unknown source {name!r}; there are {', '.join(_SOURCES)}")
 
 
 def place_of(device: torch.device | str | int | None, source: str | Source | None) -> torch.device:
-    """Where an arena would be. Nothing is made and CUDA stays uninitialised, so the index may be
-    missing: that of the current device. InvalidArgument for a source that cannot be there."""
+    """The device that an arena with these arguments would be on.
+
+    Makes nothing and does not initialise CUDA. So the index may be missing, which means the current
+    device. Raises InvalidArgument for a source that cannot be there.
+    """
     wanted = None if device is None else known_device(device)
     if source is not None and not isinstance(source, str):
         if isinstance(source, type) or not all(hasattr(source, name) for name in _MEMORY):
@@ -66,7 +69,7 @@ def place_of(device: torch.device | str | int | None, source: str | Source | Non
 def cuda_place_of(
     device: torch.device | str | int | None, source: str | Source | None
 ) -> torch.device:
-    """`place_of`, for memory of PyTorch's CUDA tensors; InvalidArgument if they cannot have it."""
+    """`place_of` for memory of PyTorch's CUDA tensors; InvalidArgument if they cannot use it."""
     place = place_of(device, source)
     if place.type != "cuda":
         raise InvalidArgument(f"PyTorch's CUDA tensors cannot have memory on {place}")
@@ -87,7 +90,7 @@ def _default_source(wanted: torch.device | None) -> str:
 
 
 def resolve_source(device: torch.device | str | int | None, source: str | Source | None) -> Source:
-    """The source that is named, or given, on the device; InvalidArgument if it cannot be there."""
+    """The source object that is given or named; InvalidArgument if it cannot be on the device."""
     place = place_of(device, source)
     if source is not None and not isinstance(source, str):
         return source
@@ -97,7 +100,7 @@ def resolve_source(device: torch.device | str | int | None, source: str | Source
 
 
 def resolve_limit(limit: int | str | float | None, device: torch.device) -> int | None:
-    """Bytes; a float is a fraction of the device's memory."""
+    """The limit in bytes; a float is a fraction of the device's memory."""
     if limit is None:
         return None
     if not isinstance(limit, float):
@@ -114,7 +117,7 @@ def _device_memory(device: torch.device) -> int:
 
 
 def resolve_stream(stream: int, device: torch.device) -> int:
-    """The handle of the stream under which the engine knows it."""
+    """The handle under which the engine knows the stream; InvalidArgument if there is none."""
     if type(stream) is not int:
         raise InvalidArgument(f"a stream is given by its handle, an int, not {stream!r}")
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""What a user may write for a shape or a device, made definite."""
+"""Shapes and devices as users write them, made definite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from devalloc.errors import InvalidArgument
 
 
 def sizes_of(shape: object) -> tuple[int, ...]:
-    """The sizes of a shape, which is one int or a sequence of them, also of NumPy's ints.
+    """The sizes of a shape, which is an int or a sequence of ints (NumPy's included).
 
     Raises
     ------
@@ -29,8 +29,8 @@ def sizes_of(shape: object) -> tuple[int, ...]:
 
 
 def known_device(device: Any) -> torch.device:
-    """What PyTorch makes of it; InvalidArgument if it knows no such device."""
+    """The torch.device of any of PyTorch's notations; InvalidArgument if there is no such one."""
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:  # of no device, no text, a huge index
+    except (RuntimeError, TypeError, ValueError) as error:  # unknown device, wrong type, huge index
         raise InvalidArgument(f"no such device: {device!r}") from error

@@ -1,4 +1,4 @@
-"""What the host makes of a debug heap: its table of blocks, the faults found, the leaks.
+"""A debug heap from the host: its table of blocks, the recorded faults, and the leaks.
 
 The layout is that of ``kernels/table.py``. Everything here expects the heap to be at rest.
 """
@@ -32,7 +32,7 @@ OWN_TAGS = 256
 _ENTRY = table.ENTRY_WORDS.value
 _CELLS = table.PAGE_CELLS.value
 _NEIGHBOUR_BYTES = 64
-# Wide blocks in the interpreter, where a program costs the same whatever its width.
+# Blocks are wide in the interpreter, where a program costs the same whatever its width.
 _AUDIT_CELLS = 1024 if INTERPRETED else 128
 _FINDERS = ("free", "malloc", "realloc", "audit")
 _KINDS: dict[int, type[DevallocError]] = {
@@ -45,24 +45,26 @@ _KINDS: dict[int, type[DevallocError]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One misuse of a debug heap.
+    """One error that kernels recorded in a heap.
 
     Attributes
     ----------
     kind : type
-        `Overflow`, `UseAfterFree`, `DoubleFree` or `InvalidFree`.
+        `DoubleFree`, `InvalidFree`, `OutOfMemory` or `InvalidArgument`; in a debug heap also
+        `Overflow` or `UseAfterFree`.
     address : int
-        The lowest byte that was written, or the address that was freed.
+        The lowest byte that was written, or the address that was freed; 0 for a failed malloc.
     block, size : int
-        First byte and requested bytes of the block concerned; 0 if none is known.
+        First byte and requested bytes of the block concerned; 0 where they are not known. For a
+        failed malloc ``size`` is the bytes that were asked for.
     tag : str
-        Its owner's, a name or a number; empty if it has none.
+        The tag of the block's owner, a name or a number; empty if there is none.
     found_by : str
         "free", "malloc", "realloc" or "audit".
     program : int
-        Which of the launch's programs found it, not who did it.
+        The program of the launch that found the error, which may not be the one that made it.
     message : str
-        All that in a sentence.
+        All this in a sentence.
     """
 
     kind: type[DevallocError]
@@ -94,7 +96,7 @@ class Tags:
         self._names: dict[int, str] = {}
 
     def number(self, tag: str | int) -> int:
-        """The number of a name, a new one if it is new; a number of the user's own as it is."""
+        """The number of a name, made when the name is new; a number is returned as it is."""
         if isinstance(tag, str):
             if tag not in self._numbers:
                 number = OWN_TAGS + len(self._numbers)
@@ -111,7 +113,7 @@ class Tags:
         return tag
 
     def name(self, number: int) -> str:
-        """How a tag is shown; empty for 0."""
+        """The text that stands for a tag in messages; empty for 0."""
         return self._names.get(number, str(number) if number else "")
 
 
@@ -121,7 +123,7 @@ class DebugTable:
     Parameters
     ----------
     source : Source
-        Where its memory comes from: a quarter of the heap, and a little.
+        Where its memory comes from: a quarter of the heap and a little more.
     pages : int
         Pages of the heap.
     base : int
@@ -139,7 +141,7 @@ class DebugTable:
         self._words = self.segment.view().view(torch.int64)
 
     def attach(self, control: torch.Tensor) -> None:
-        """Empty the table and write its place into a control block, on the current stream."""
+        """Empty the table and write its address into a control block, on the current stream."""
         self._words.zero_()
         first = table.TABLE_WORD.value
         words = [self.segment.address, self._entries, int(self._everything)]
@@ -153,7 +155,7 @@ class DebugTable:
     # Faults -----------------------------------------------------------------------------------
 
     def faults(self, tags: Tags) -> list[Fault]:
-        """The recorded ones, at most MAX_FAULTS, in the order in which they were found."""
+        """The recorded faults, at most MAX_FAULTS, in the order in which they were found."""
         head = self._words[: table.MARKS.value].tolist()
         count = min(head[0], table.MAX_FAULTS.value)
         if count == 0:
@@ -206,7 +208,7 @@ class DebugTable:
         return Fault(error, at, block, size, tag, found_by, program, text)
 
     def _neighbour(self, at: int, block: int, tags: Tags) -> str:
-        """Who else could have written to ``at``, just outside of ``block``."""
+        """In words, the block whose owner may have written to ``at``, just outside ``block``."""
         near = self._page_blocks(at)
         if at < block:
             ends = near.address + near.size
@@ -227,7 +229,7 @@ class DebugTable:
         )
 
     def _inside(self, at: int, tags: Tags) -> str:
-        """Which live block ``at`` is inside of."""
+        """In words, the live block that ``at`` is inside of."""
         if not 0 <= at - self.base < self.pages * PAGE_BYTES:
             return ""
         near = self._page_blocks(at)
@@ -243,7 +245,7 @@ class DebugTable:
     # Blocks -----------------------------------------------------------------------------------
 
     def _page_blocks(self, address: int) -> _Blocks:
-        """The blocks, live and freed, of the page at an address, or of the run it is inside of."""
+        """The blocks, live and freed, of the page or the run that contains an address."""
         page = (address - self.base) // PAGE_BYTES
         if not 0 <= page < self.pages:
             page = 0
@@ -253,7 +255,7 @@ class DebugTable:
         return self._decode(cells, live_only=False)
 
     def live_blocks(self) -> _Blocks:
-        """All live blocks, by address; as many as there are, so it may be long."""
+        """All live blocks, by address; there may be very many."""
         found = []
         step = 1 << 24  # 256 MiB of entries at a time
         flags = self._words[self._entries :: _ENTRY]
@@ -263,7 +265,7 @@ class DebugTable:
         return self._decode(torch.cat(found), live_only=True)
 
     def _decode(self, cells: torch.Tensor, live_only: bool) -> _Blocks:
-        """The entries of some cells that are of their page's present epoch."""
+        """The entries in some cells, without those of an earlier epoch than their page's."""
         entries = self._words[self._entries :].view(-1, _ENTRY)[cells].cpu().numpy()
         marks = self._words[table.MARKS.value + cells // _CELLS].cpu().numpy()
         index = cells.cpu().numpy()
@@ -290,16 +292,17 @@ class DebugTable:
     # The audit --------------------------------------------------------------------------------
 
     def audit(self, control: torch.Tensor, live: int, tags: Tags) -> None:
-        """Look at every guard; raise what was written where it should not have been.
+        """Look at every guard and raise an error if one was overwritten.
 
-        Nothing changes, not the record either. `live`: how many blocks the heap says are live.
+        Changes nothing, not even the recorded faults. `live` is how many blocks are live according
+        to the heap.
 
         Raises
         ------
         Overflow, UseAfterFree
-            The first that was found, and how many of each.
+            For the first that was found; the message says how many of each there are.
         CorruptionError
-            If table and heap disagree on how many blocks live (D1).
+            If table and heap disagree on how many blocks are live (D1).
         """
         counters = control[layout.ERRORS.value : layout.RECORD_COUNT.value]
         head = self._words[: table.MARKS.value]

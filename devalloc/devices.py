@@ -15,12 +15,12 @@ INTERPRETED = isinstance(upkeep.malloc_kernel, InterpretedFunction)
 
 
 def on_device(device: torch.device) -> torch.cuda.device:
-    """A context in which kernels are launched on ``device``; nothing changes for the CPU."""
+    """A context in which kernels are launched on ``device``; it does nothing for the CPU."""
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """The device that is meant, with its index.
+    """The device that the argument means, with its index.
 
     Raises
     ------

@@ -8,35 +8,35 @@ class DevallocError(Exception):
 
 
 class InvalidArgument(DevallocError, ValueError):
-    """A value that makes no sense: a negative size, a closed heap, a tensor of another device."""
+    """An argument that cannot work: a negative size, a closed heap, a tensor on another device."""
 
 
 class OutOfMemory(DevallocError, MemoryError):
-    """No free memory of the wanted shape, in a heap or at the source."""
+    """There is no free memory that fits the request, in the heap, the arena or the source."""
 
 
 class InvalidFreeError(DevallocError):
-    """Something was freed that is no live allocation. The heap is unchanged."""
+    """Something was freed that is not a live allocation. The free changed nothing."""
 
 
 class DoubleFree(InvalidFreeError):
-    """The address could have been an allocation, but nothing lives there (any more)."""
+    """An allocation could start at the address, but none lives there, or no longer."""
 
 
 class InvalidFree(InvalidFreeError):
-    """The address cannot be an allocation: foreign, misaligned, or inside a block."""
+    """No allocation can start at the address: it is foreign, misaligned, or inside a block."""
 
 
 class InvalidWriteError(DevallocError):
-    """Memory was written by somebody who did not have it. Only a debug heap notices."""
+    """A program wrote to memory that it did not own. Only a debug heap notices."""
 
 
 class Overflow(InvalidWriteError):
-    """Something was written right before or behind a live block."""
+    """A program wrote right before or behind a live block."""
 
 
 class UseAfterFree(InvalidWriteError):
-    """Something was written to a block after it was freed."""
+    """A program wrote to a block after it was freed."""
 
 
 class LeakWarning(DevallocError, UserWarning):

@@ -1,4 +1,4 @@
-"""Reading bytes that somebody else wrote: whatever that raises becomes an `InvalidArgument`."""
+"""Reading bytes that somebody else wrote: every failure becomes an `InvalidArgument`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from devalloc.errors import InvalidArgument
 
 @contextlib.contextmanager
 def refusing(what: str, path: Path | None = None) -> Iterator[None]:
-    """Raise what the reading of foreign bytes raises as an `InvalidArgument`, with the reason.
+    """Turn whatever reading foreign bytes raises into an `InvalidArgument` that says why.
 
-    Damaged bytes make the libraries that read them raise nearly anything, so no list of exceptions
-    is complete. What the machine cannot do, an OSError with a number, passes as it is.
+    Libraries raise nearly anything when the bytes they read are damaged, so no list of exceptions
+    would be complete. Failures of the machine, OSErrors with a number, pass unchanged.
 
     Parameters
     ----------
     what : str
-        What is wrong if something is raised: "damaged, or no trace".
+        What is wrong if anything is raised, such as "damaged, or no trace".
     path : Path, optional
-        Said first, also before an `InvalidArgument` from within, which otherwise passes as it is.
+        Put in front of every message, also of an `InvalidArgument` raised in the block, which
+        passes unchanged without a path.
 
     Raises
     ------

@@ -36,7 +36,7 @@ from devalloc.sources import CudaSource, HostSource, Segment, Source
 __all__ = ["Heap", "Snapshot", "Stats"]
 
 _MAX_PAGES = 1 << 23
-# Wide blocks in the interpreter, where a program costs the same whatever its width.
+# Blocks are wide in the interpreter, where a program costs the same whatever its width.
 _BLOCK = 1024 if INTERPRETED else 128
 
 _KINDS: tuple[tuple[type[DevallocError], str], ...] = (
@@ -55,38 +55,40 @@ class Heap(Owner):
     Parameters
     ----------
     capacity : int or str
-        Bytes, or text such as ``"256MiB"``; rounded down to pages of 64 KiB. The state of the
-        heap lies apart, in about 1 % more (of less than 1 MiB, 8 to 12 KiB).
+        Bytes, or text such as ``"256MiB"``; rounded down to whole pages of 64 KiB. The heap's
+        own state lies elsewhere and takes about 1 % more (8 to 12 KiB for a heap of less than
+        1 MiB).
     device : torch.device, str or int, optional
-        A CUDA device; the CPU under Triton's interpreter. Default: the current CUDA device, or
-        the CPU when interpreting.
+        A CUDA device, or the CPU under Triton's interpreter. Default: the current CUDA device,
+        or the CPU when interpreting.
     source : Source, optional
         Where the memory comes from. Default: cudaMalloc, or host memory when interpreting.
     debug : bool or "full"
         Find overflows, uses after free, double frees and leaks, and say whose block it was: see
         docs/debug.md. The first 64 bytes of a freed block are watched, with "full" all of them.
-        Takes memory for a quarter of the capacity more, and 32 bytes more for each block (for a
-        power of two twice its size), at least 64.
+        A debug heap takes a quarter of the capacity more. Each block takes 32 bytes more (a
+        power of two up to 32 KiB takes twice its size), and at least 64 bytes.
 
     Raises
     ------
     InvalidArgument
-        For a capacity under one page or over 512 GiB, a device that cannot run the kernels, or
-        what is no source.
+        If the capacity is under one page or over 512 GiB, the device cannot run the kernels, or
+        ``source`` is not a source.
     OutOfMemory
-        If the source has not enough.
+        If the source has not enough memory.
 
     Notes
     -----
-    Use it in a ``with`` block: at its end recorded errors are raised and the heap is closed.
-    Making a heap does not synchronise beyond what the source does: it is ready for the current
-    stream, and for others once they have waited for that. Methods that read the heap
-    (`check`, `faults`, `stats`, `audit`, `snapshot`, `reset`) wait for the device first. A heap
-    that is dropped without `close` goes when its last handle and tensor do. It belongs to one
+    Use it in a ``with`` block: at the end of the block recorded errors are raised and the heap is
+    closed. Making a heap does not synchronise beyond what the source does: the heap is ready for
+    the current stream, and for other streams once they have waited for that one. Methods that
+    read the heap (`check`, `faults`, `leaks`, `stats`, `audit`, `snapshot`) wait for the device
+    first, and so do `reset`, `clear_errors` and `close`. A heap that is dropped without `close`
+    gives its memory back when its last handle and its last tensor are gone. It belongs to one
     process, and can be neither copied nor pickled.
     """
 
-    @torch.inference_mode(False)  # or the handle could not be written outside of it
+    @torch.inference_mode(False)  # or nobody could write the handle outside of inference mode
     def __init__(
         self,
         capacity: int | str,
@@ -114,14 +116,14 @@ class Heap(Owner):
             )
         self._geometry = Geometry.of(pages)
         self._failures_before = 0
-        # (The first block of a debug heap has a guard in front of it, too.)
+        # (In a debug heap even the first block has a guard in front of it.)
         front = PAGE_BYTES if debug else 0
         data = Segment(source, front + pages * PAGE_BYTES, alignment=PAGE_BYTES)
         self.capacity = pages * PAGE_BYTES
         self.base = data.address + front
         self._tags = Tags()
         self._debug = DebugTable(source, pages, self.base, debug == "full") if debug else None
-        # Kernels that have the handle reach everything else.
+        # A kernel needs only the handle to reach all of this.
         keeps = (data,) if self._debug is None else (data, self._debug.segment)
         self._control = Segment(source, self._geometry.words * 8, keeps=keeps)
         self._data: Segment | None = data
@@ -137,11 +139,15 @@ class Heap(Owner):
 
     @property
     def handle(self) -> torch.Tensor:
-        """The argument for a kernel: an int64 tensor on the heap's device (a debug heap's is of
-        uint64, by which the kernel knows what to do).
+        """The argument to pass to kernels: an int64 tensor on the heap's device.
 
-        Raises InvalidArgument if the heap is closed, or if the current device, on which Triton
-        launches, is not the heap's.
+        A debug heap's is a uint64 tensor: by the type a kernel knows that the heap is one.
+
+        Raises
+        ------
+        InvalidArgument
+            If the heap is closed, or if the current device, on which Triton launches kernels, is
+            not the heap's.
         """
         self._require_open()
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
@@ -163,9 +169,9 @@ class Heap(Owner):
     def close(self) -> None:
         """Give the memory back (once no tensor made by `tensor` refers to it).
 
-        Waits for the device. Closing twice is harmless. A debug heap with live blocks gives a
-        `LeakWarning` with its leak report. For a kernel that is launched later with a `handle`
-        from before, malloc gives 0 and every free is a wrong one.
+        Waits for the device. Closing twice is harmless. A debug heap with live blocks issues a
+        `LeakWarning` that contains its leak report. In a kernel that is launched later with an
+        old `handle`, malloc returns 0 and every free is a wrong free.
         """
         self._close(warn=True)
 
@@ -202,8 +208,8 @@ class Heap(Owner):
             self._close(warn=done)
 
     def _check_at_end(self, error: BaseException | None) -> None:
-        """`check`; if there is an ``error`` already, say there what was recorded, which may be
-        why."""
+        """`check`. If there is an ``error`` already, add what kernels recorded to it as a note,
+        because that may be the cause."""
         try:
             self.check()
         except DevallocError as recorded:
@@ -229,13 +235,15 @@ class Heap(Owner):
     def check(self) -> None:
         """Raise the first error that kernels recorded, with the counts of all, and clear them.
 
-        Waits for the device.
+        Does nothing if kernels have recorded no error. Waits for the device.
 
         Raises
         ------
         DoubleFree, InvalidFree, OutOfMemory, InvalidArgument
-            And of a debug heap Overflow and UseAfterFree. These and wrong frees, which then say
-            whose block it was, come before the others.
+            From any heap.
+        Overflow, UseAfterFree
+            From a debug heap. There these and wrong frees come before the other errors, and the
+            message of a wrong free says whose block it was.
         """
         self._require_open()
         self._synchronise()
@@ -246,7 +254,7 @@ class Heap(Owner):
         message = ", ".join(
             f"{count} x {name}" for count, (_, name) in zip(counts, _KINDS, strict=True) if count
         )
-        # (A program that was killed between the two may have counted an error and not recorded it.)
+        # (A program that was killed in between may have counted an error without recording it.)
         unrecorded = next(kind for kind, count in enumerate(counts) if count), 0, 0, 0
         fault = (self.faults() or [self._fault(*unrecorded)])[0]
         details = fault.message
@@ -256,9 +264,12 @@ class Heap(Owner):
         raise fault.kind(f"{details}. Recorded by kernels since the last check: {message}")
 
     def faults(self) -> list[Fault]:
-        """What kernels have recorded since the last `check`: the first 16 errors; of a debug heap
-        the first 32 overflows, uses after free and wrong frees, and then the other errors among
-        the first 16. Changes nothing; waits for the device."""
+        """The errors that kernels have recorded since the last `check`.
+
+        These are the first 16 errors. A debug heap gives the first 32 overflows, uses after free
+        and wrong frees, followed by the other errors among the first 16. Changes nothing; waits
+        for the device.
+        """
         self._require_open()
         self._synchronise()
         first = layout.RECORD_COUNT.value
@@ -279,7 +290,7 @@ class Heap(Owner):
         Raises
         ------
         InvalidArgument
-            If it is no debug heap.
+            If this is not a debug heap, or if it is closed.
         """
         self._require_open()
         if self._debug is None:
@@ -289,9 +300,12 @@ class Heap(Owner):
             return self._debug.leaks(self._tags)
 
     def tag(self, name: str) -> int:
-        """The number of an owner's name, to be passed to ``malloc`` in kernels: always the same in
-        one heap. Messages and leak reports of a debug heap show the name; other heaps ignore tags.
-        Numbers from 1 to 255 may be used without a name."""
+        """The number of an owner's name, to be passed to ``malloc`` in kernels.
+
+        Within one heap a name always has the same number. Messages and leak reports of a debug
+        heap show the name; other heaps ignore tags. Numbers from 1 to 255 may be used without a
+        name.
+        """
         if not isinstance(name, str):
             raise InvalidArgument(f"the name of a tag is text, not {name!r}")
         return self._tags.number(name)
@@ -341,16 +355,16 @@ class Heap(Owner):
         self._synchronise()
 
     def stats(self) -> Stats:
-        """How full the heap is, and what was done with it.
+        """How full the heap is, and how much it was used.
 
-        Waits for the device and gives cached empty pages back first, as a malloc that needs them
-        would.
+        Gives cached empty pages back first (see `trim`), as a malloc that needs them would, and
+        waits for the device.
         """
         self.trim()
         return self._state().stats(self._failures_before)
 
     def snapshot(self) -> Snapshot:
-        """All pages at this moment, to draw or compare. Waits for the device; trims first."""
+        """All pages at this moment, to draw or compare. Trims first, then waits for the device."""
         self.trim()
         return self._state().snapshot(str(self.device))
 
@@ -360,7 +374,7 @@ class Heap(Owner):
         Raises
         ------
         CorruptionError
-            Naming the invariant that does not hold, and the first page where.
+            Its message names the invariant that does not hold, and where.
         Overflow, UseAfterFree
             In a debug heap, if a guard has changed anywhere: see docs/debug.md.
         """
@@ -387,12 +401,14 @@ class Heap(Owner):
         sizes : int64 tensor on the heap's device, any shape, or a sequence of ints
             Bytes of each block.
         tag : int or str
-            Whose they are, for a debug heap: a name, a number from 0 to 255, or what `tag` gave.
+            The owner of the blocks, for a debug heap: a name, a number from 0 to 255, or a number
+            that `tag` returned.
 
         Returns
         -------
         int64 tensor of the same shape
-            Addresses; 0 where there was no memory (recorded: see `check`). Not synchronised.
+            Addresses; 0 where there was no memory, which is recorded: see `check`. The call does
+            not synchronise.
         """
         sizes = self._requests(sizes, "sizes")
         number = self._tags.number(tag)
@@ -406,30 +422,31 @@ class Heap(Owner):
     def free(self, addrs: torch.Tensor | Sequence[int]) -> None:
         """Free blocks by address (zeros are ignored), in one launch on the current stream.
 
-        Wrong addresses change nothing and are recorded: see `check`. Not synchronised.
+        Wrong addresses change nothing and are recorded: see `check`. Does not synchronise.
         """
         self._launch(upkeep.free_kernel, self._requests(addrs, "addrs"))
 
     def usable_size(self, addrs: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        """Usable bytes of each block, 0 where none lives; one launch, not synchronised."""
+        """Usable bytes of each block, 0 where none lives. One launch; does not synchronise."""
         addrs = self._requests(addrs, "addrs")
         sizes = torch.empty_like(addrs)
         self._launch(upkeep.usable_size_kernel, addrs, sizes)
         return sizes
 
-    @torch.inference_mode(False)  # as nobody could write an inference tensor outside of it
+    @torch.inference_mode(False)  # or nobody could write the tensor outside of inference mode
     def tensor(
         self, addr: int | torch.Tensor, shape: int | Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """A tensor over one allocation, without a copy. Waits for the current stream.
 
-        The view does not own the allocation: free the address when done with the view. It does
-        keep the heap's memory from going away under it.
+        The tensor does not own the allocation: free the address when you no longer use the
+        tensor. The tensor does keep the heap's memory as a whole from being given back.
 
         Raises
         ------
         InvalidArgument
-            If nothing lives at ``addr`` or it is too small; for what is no address, shape or type.
+            If nothing lives at ``addr``, if the block is too small, or if an argument is not an
+            address, a shape or a type.
         """
         dims = sizes_of(shape)
         if not isinstance(dtype, torch.dtype):
@@ -457,7 +474,7 @@ class Heap(Owner):
     def reset(self) -> None:
         """Free everything and forget errors and counts. Waits for the device.
 
-        Whoever still holds an address must not use or free it.
+        No address from before may be used or freed afterwards.
         """
         self._require_open()
         self._synchronise()
@@ -466,7 +483,7 @@ class Heap(Owner):
         self._synchronise()
 
     def trim(self) -> None:
-        """Give cached empty pages back to the page level; one launch, not synchronised.
+        """Give cached empty pages back to the page level. One launch; does not synchronise.
 
         Never needed for correctness: a malloc that finds no memory does the same by itself.
         """

@@ -1,7 +1,7 @@
 """Reading a heap from the host: its tables, what they say, and whether they agree.
 
-Works on copies of the control block's tables in NumPy; the live bits, a hundredth of the heap,
-are counted where they are. Everything here expects the heap to be at rest.
+Works on copies of the control block's tables in NumPy. The live bits, a hundredth of the heap, are
+counted on the heap's device. Everything here expects the heap to be at rest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIN_SHELF = 512
 
 @dataclass(frozen=True)
 class ClassStats:
-    """One size class: slot size in bytes; slots live now; pages cut; allocations so far."""
+    """One size class: slot size in bytes, live slots, slab pages, and allocations so far."""
 
     size: int
     live: int
@@ -41,13 +41,14 @@ class ClassStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a heap holds. Bytes unless said otherwise.
+    """What a heap holds. In bytes, unless stated otherwise.
 
-    ``used`` + ``free`` = ``capacity``. ``used`` counts slots and runs as they were given out
-    (rounded up), and the rest of a page that is no multiple of its slot size. ``free`` is free
-    pages and free slots; ``largest_free`` the largest request that would succeed now. ``peak`` is
-    the most that was ever in pages taken from the page level, partly used ones included.
-    ``allocations``, ``frees`` and ``failures`` count calls since the heap was made or reset.
+    ``used`` + ``free`` = ``capacity``. ``used`` counts live slots and runs with their whole
+    (rounded up) size, and the rest of each slab page that is too small for a slot. ``free`` is free
+    pages and free slots; ``largest_free`` is the largest request that would succeed now. ``peak``
+    is the most bytes that were ever in pages taken from the page level, partly used pages included.
+    ``allocations``, ``frees`` and ``failures`` count calls, and like ``peak`` they begin when the
+    heap is made or reset.
     """
 
     capacity: int
@@ -65,9 +66,9 @@ class Stats:
 class Snapshot:
     """The pages of a heap at one moment: everything needed to draw or compare it.
 
-    One entry per page: ``page_kind`` (0 free, 1 slab, 2 run), ``page_class`` (-1 if no slab),
-    ``page_live`` and ``page_slots`` (live and all slots of a slab page, else 0), ``run_pages``
-    (length of a run at its first page, else 0).
+    One entry per page: ``page_kind`` (0 free, 1 slab, 2 run), ``page_class`` (size class of a slab
+    page, else -1), ``page_live`` and ``page_slots`` (live slots and all slots of a slab page, else
+    0), ``run_pages`` (length in pages of a run, at its first page, else 0).
     """
 
     capacity: int
@@ -83,9 +84,12 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the tables of a control block of `pages` pages lie (in words), and how many stripes
-    and how long batches it has. Small heaps have few stripes and short batches: the batches of one
-    class, and their spares, are to leave half of the heap."""
+    """Where the tables of the control block of a heap of `pages` pages lie (in words), and how many
+    stripes and how long batches the heap has.
+
+    Small heaps have few stripes and short batches, so that the batches of one class and their
+    spares leave half of the heap free.
+    """
 
     pages: int
     stripes: int
@@ -94,8 +98,7 @@ class Geometry:
     @staticmethod
     def of(pages: int) -> Geometry:
         stripes = min(64, max(1, 1 << (pages // 32).bit_length() >> 1))
-        # (A power of two, as searches for such runs are led by hints that promise neither less nor
-        # more.)
+        # (A power of two, because hints tell of runs of such lengths.)
         share = max(1, pages // (stripes * 4))
         max_batch = min(layout.MAX_BATCH.value, 1 << share.bit_length() - 1)
         return Geometry(pages, stripes, max_batch)
@@ -110,17 +113,17 @@ class Geometry:
 
     @property
     def batches(self) -> int:
-        """How many batches there may be: that of each stripe, and its spare."""
+        """How many batches there may be: one for each class and stripe, and its spare."""
         return layout.NUM_CLASSES.value * self.stripes * 2
 
     @property
     def places(self) -> int:
-        """Of the shelf: one for every 4 pages, and a power of two."""
+        """Number of places on the shelf: about one for every 4 pages, and a power of two."""
         return min(MAX_PLACES, max(1, 1 << (self.pages // 4).bit_length() >> 1))
 
     @property
     def shelvable(self) -> int:
-        """How many pages each word of SHELVED may count: together half of the heap."""
+        """How many pages each word of SHELVED may count; together half of the heap."""
         words = min(self.places, layout.TRANSIT_STRIPES.value)
         return self.pages // (2 * words) if self.pages >= MIN_SHELF else 0
 
@@ -156,7 +159,7 @@ class Geometry:
         return self.live_bits + self.pages * layout.LIVE_WORDS.value
 
     def header(self, base: int) -> list[int]:
-        """The immutable words, as in ``kernels/layout.py``."""
+        """The words that never change, as in ``kernels/layout.py``."""
         numbers = {
             layout.G_PAGES: self.pages,
             layout.G_STRIPES: self.stripes,
@@ -186,7 +189,7 @@ def initialise(control: torch.Tensor, geometry: Geometry, base: int) -> None:
     control[: len(header)].copy_(header)
     bits = control[geometry.page_bits : geometry.page_bits + geometry.chunks]
     bits.fill_(-1)
-    # All chunks have a run of 2**order pages, but perhaps for the last.
+    # Every chunk has a free run of 2**order pages, except perhaps the last one.
     orders = layout.ORDERS.value
     rows = control[geometry.hints :][: orders * geometry.row_words].view(orders, -1)
     rows.fill_(-1)
@@ -200,8 +203,10 @@ def initialise(control: torch.Tensor, geometry: Geometry, base: int) -> None:
 
 
 def retire(control: torch.Tensor) -> None:
-    """Make a control block that of a heap in which nothing lives and nothing is free, on the
-    current stream: to kernels that have the handle still, malloc gives 0, and each free is wrong.
+    """Make a control block that of a heap in which nothing lives and nothing is free.
+
+    Done on the current stream. In kernels that still have the handle, malloc then returns 0 and
+    every free is a wrong free.
     """
     control[layout.ERRORS.value :].zero_()
 
@@ -226,7 +231,7 @@ class State:
         self.kind = (words >> layout.KIND_SHIFT.value) & 3
         bits = np.unpackbits(self.page_bits.view(np.uint8), bitorder="little")
         self.page_taken = bits[: g.pages] == 0
-        # What lies on the shelf is free: a search that finds nothing else gives it back.
+        # Pages on the shelf are free: a search that finds nothing else gives them back.
         self.page_free = ~self.page_taken | (self.shelved > 0)
         self._read_stripes()
         slab = self.kind == SLAB
@@ -236,8 +241,8 @@ class State:
         self.run_pages = np.where(self.kind == RUN, self.out, 0)
 
     def _read_shelf(self, page_words: np.ndarray) -> None:
-        """How often a page lies on the shelf, and how many pages are not as they should be there.
-        In `page_words` those that are there become free."""
+        """Find how often each page lies on the shelf, and how many pages there do not have the page
+        word that they should have. In `page_words` the pages on the shelf become free."""
         g = self.geometry
         places = self.table[g.shelf : g.hints]
         self.shelved = np.zeros(g.pages, dtype=np.int64)
@@ -282,7 +287,7 @@ class State:
         return int(self.table[at])
 
     def in_hand(self) -> int:
-        """How many programs are in the middle of something; 0 at rest."""
+        """How many programs are in the middle of a call; 0 at rest."""
         step = layout.TRANSIT_STRIDE.value
         end = layout.TRANSIT.value + layout.TRANSIT_STRIPES.value * step
         return int((self.table[layout.TRANSIT.value : end : step] & (EPOCH.value - 1)).sum())
@@ -316,7 +321,7 @@ class State:
         return int(_SIZES[self.cls[self.free_slots > 0]].max(initial=0))
 
     def live_blocks(self) -> int:
-        """How many allocations live."""
+        """How many allocations are live."""
         return int(self.live.sum()) + int((self.kind == RUN).sum())
 
     def stats(self, failures_before: int) -> Stats:
@@ -339,7 +344,7 @@ class State:
             used=capacity - free,
             free=free,
             largest_free=self.largest_free(),
-            # Kernels follow the peak only when they give pages back.
+            # Kernels update PEAK only when they give pages back.
             peak=max(self._word(layout.PEAK.value), self._word(layout.USED.value)) * PAGE_BYTES,
             allocations=allocations,
             frees=allocations - live_now,
@@ -448,7 +453,7 @@ class State:
         self._fail_at(idle, "H3: empty slabs that were not retired")
 
     def _audit_hints(self) -> None:
-        """H3: what is free can be found."""
+        """H3: everything that is free can be found."""
         g = self.geometry
         bits = np.unpackbits(self.hints.view(np.uint8).reshape(g.rows, -1), 1, bitorder="little")
         run = self.page_bits.copy()
@@ -469,7 +474,7 @@ class State:
             raise CorruptionError(f"H3: slab page {page} is published, but no search would find it")
 
 
-# What a page is used for, as a row of `_live_masks`: a slab's class, or one of these.
+# The use of a page, as a row of `_live_masks`: a slab's class, or one of these two.
 _LIVE_RUN = len(CLASS_SIZES)
 _LIVE_NONE = len(CLASS_SIZES) + 1
 
@@ -477,8 +482,10 @@ _LIVE_NONE = len(CLASS_SIZES) + 1
 def live_bits(
     control: torch.Tensor, geometry: Geometry, use: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of every page, how many live bits it has, and whether any is where none can be. Looked at on
-    the heap's device. `use`: what the pages are used for."""
+    """For every page, how many live bits it has, and whether any is where none can be.
+
+    Counted on the heap's device. `use` says what each page is used for: see `_LIVE_RUN`.
+    """
     counts = np.zeros(geometry.pages, dtype=np.int64)
     misplaced = np.zeros(geometry.pages, dtype=bool)
     words = layout.LIVE_WORDS.value
@@ -497,7 +504,7 @@ def live_bits(
 
 
 def _live_masks() -> np.ndarray:
-    """The words of live bits of a page in which everything is live, per use of the page."""
+    """For each use of a page, its words of live bits if everything in it is live."""
     words = layout.LIVE_WORDS.value
     masks = np.zeros((_LIVE_NONE + 1, words), dtype=np.uint64)
     for cls, size in enumerate(CLASS_SIZES):
@@ -509,7 +516,7 @@ def _live_masks() -> np.ndarray:
 
 
 def describe(stats: Stats) -> str:
-    """One line for messages: how full, how fragmented."""
+    """How full and how fragmented a heap is, in one line for messages."""
     return (
         f"{format_size(stats.free)} of {format_size(stats.capacity)} are free, the largest "
         f"request that would succeed now is {format_size(stats.largest_free)}"

@@ -22,8 +22,11 @@ class LiveBlock:
 
 @dataclass(frozen=True)
 class TagLeaks:
-    """The live blocks of one owner: how many, their requested bytes, the age of the oldest and of
-    the newest in seconds, and the largest one's bytes."""
+    """The live blocks of one owner.
+
+    ``count`` is how many there are, ``bytes`` the sum of their requested bytes, and ``largest`` the
+    requested bytes of the largest. ``oldest`` and ``newest`` are ages in seconds.
+    """
 
     tag: str
     count: int
@@ -34,14 +37,16 @@ class TagLeaks:
 
 
 class LeakReport:
-    """What is live in a debug heap at one moment. Prints as a table, the most bytes first.
+    """The live blocks of a debug heap at one moment.
+
+    It prints as a table, most bytes first; its length is the number of live blocks.
 
     Attributes
     ----------
     rows : tuple of TagLeaks
         One per tag.
     count, bytes : int
-        Of all live blocks; bytes as requested.
+        Number of live blocks, and their requested bytes.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class LeakReport:
         )
 
     def blocks(self, tag: str | None = None) -> Iterator[LiveBlock]:
-        """The live blocks, of one owner or of all, the oldest first."""
+        """The live blocks, of one owner or of all, oldest first."""
         for i in np.argsort(-self._ages, kind="stable"):
             name = self._name(int(self._tags[i]))
             if tag is None or name == tag:

@@ -1,4 +1,4 @@
-"""What owns memory stays one object."""
+"""Objects that own memory cannot be copied."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from devalloc.errors import InvalidArgument
 
 
 class Owner:
-    """Base of whatever owns memory or keeps its books: a copy would own the same memory again."""
+    """Base of objects that own memory or keep account of it; a copy would own the memory twice."""
 
     __slots__ = ()
 

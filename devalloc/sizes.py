@@ -1,7 +1,7 @@
-"""Sizes: parsing and printing them, and the table of size classes.
+"""Parsing and printing sizes, and the table of size classes.
 
-The table is made here by the rule; the device computes the same numbers by arithmetic
-(``kernels/layout.py``), and a test holds the two together.
+The table is built here by a rule; the device computes the same numbers by arithmetic
+(``kernels/layout.py``), and a test checks that the two agree.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def parse_size(size: int | str) -> int:
     Parameters
     ----------
     size : int or str
-        Bytes, or a number with a unit: B, KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB, TB
-        (powers of 1000); case does not matter.
+        Bytes, or text: a number, with or without a unit: B, KiB, MiB, GiB, TiB (powers of 1024),
+        KB, MB, GB, TB (powers of 1000). Case does not matter.
 
     Returns
     -------
@@ -64,7 +64,7 @@ def parse_size(size: int | str) -> int:
     scale = 10 ** len(fraction)
     try:
         number = int(whole + fraction)
-    except ValueError:  # Python reads some thousand digits
+    except ValueError:  # Python reads only some thousands of digits
         raise InvalidArgument(f"a size of {len(whole + fraction)} digits is none") from None
     nbytes, rest = divmod(number * unit, scale)
     if rest:
@@ -73,7 +73,7 @@ def parse_size(size: int | str) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """`nbytes` for people: ``"1.5 GiB"``, ``"640 B"``."""
+    """`nbytes` as text for people: ``"1.5 GiB"``, ``"640 B"``."""
     if abs(nbytes) >= 1 << 128:  # beyond what a float, or a line, can hold
         return f"about {'-' if nbytes < 0 else ''}2**{nbytes.bit_length()} B"
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):

@@ -1,20 +1,20 @@
 """Tensors over blocks of an engine: what `devalloc.Arena.empty` gives.
 
-A storage over foreign memory and a tensor of it cost as much as the engine's allocation, so both
-are kept for the length of a `Stay`: a *template*, of which ``template.data`` is a new tensor of the
-same memory, shape and type, without history. A tensor's end calls back. If nothing but the stay
-refers to the storage then (no view, nothing that autograd saved), the block is parked with its
-template and the next equal request takes both. Otherwise the template goes, and the end of the
-storage, whoever holds it last, frees the block.
+To make a storage over foreign memory and a tensor over it costs as much as the engine's allocation.
+So both are kept for the length of a `Stay`, as a *template*: ``template.data`` is a new tensor of
+the same memory, shape and type, without history. The end of a tensor calls back. If nothing but the
+stay refers to the storage then (no view, nothing that autograd saved), the block is parked with its
+template, and the next equal request takes both. Otherwise the template is dropped, and the end of
+the storage, whoever holds it last, frees the block.
 
-Whether others refer to the storage is read from three counts: references from C++, references from
-Python, and weak references from Python. What they are when nobody does is measured for each new
-template, and not assumed of a version of PyTorch. A tensor that ends is counted still, unless it
-was moved to another storage (``set_``, ``tensor.data = ...``), and who holds this one then looks
-like it. So the counts are asked again before a parked block is given away or back, when the tensor
-is really gone.
+Three counts tell whether anything else refers to the storage: references from C++, references from
+Python, and weak references from Python. Their values when nothing else does are measured for each
+new template and not assumed from a version of PyTorch. A tensor that is ending is still counted,
+unless it was moved to another storage (``set_``, ``tensor.data = ...``); then another holder of
+this storage would be taken for the ending tensor. So the counts are read again before a parked
+block is handed out or freed, when the tensor is really gone.
 
-Nor need the storage still lie over the block: ``share_memory_`` replaces what is in it.
+The storage may also no longer lie over the block: ``share_memory_`` replaces its contents.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ Key = tuple[tuple[int, ...], torch.dtype, int]
 
 @cache
 def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor without elements. Not an inference tensor, which nobody could use outside.
+    """A tensor without elements. Not an inference tensor: outside of that mode it is unusable.
 
     Raises InvalidArgument for types whose tensors cannot be laid over a storage: quantised ones.
     """
     with torch.inference_mode(False):
         try:
             blank = torch.empty(0, dtype=dtype, device=device)
-            if type(blank) is not torch.Tensor:  # which must not be kept for those who come later
+            if type(blank) is not torch.Tensor:  # must not be cached for later callers
                 raise InvalidArgument(f"an arena has no tensors of the kind {type(blank).__name__}")
             blank.data.set_(blank.untyped_storage(), 0, (0,))  # type: ignore[call-overload]
         except RuntimeError as error:
@@ -64,8 +64,8 @@ def without_elements(
 ) -> torch.Tensor:
     """A tensor with a size of 0 in its shape, and without memory.
 
-    Raises InvalidArgument for types as above, and for other sizes that are too large: PyTorch
-    counts bytes in 64 bits on the way to 0.
+    Raises InvalidArgument for the types that `_blank` refuses, and if the other sizes are too
+    large: PyTorch multiplies them to a count of bytes in 64 bits before it comes to the 0.
     """
     _blank(dtype, device)
     try:
@@ -80,9 +80,10 @@ def without_elements(
 
 
 class TensorStay(Stay):
-    """A block in use by tensors of one shape and type, one after the other.
+    """A block that is used by tensors of one shape and type, one after the other.
 
-    ``nbytes`` bytes live at ``address``, allocated from ``cache`` and known to nobody else yet.
+    The block has ``nbytes`` bytes at ``address``. It was allocated from ``cache`` and belongs to
+    this object from now on.
     """
 
     __slots__ = (
@@ -101,7 +102,7 @@ class TensorStay(Stay):
         self.cache = cache
         self.key = key
         self.address = address
-        self.turns = -1  # the first user is none
+        self.turns = -1  # `take` by the first user makes it 0
         self.told = 0
         shape, dtype, _ = key
         device = cache.source.device
@@ -119,7 +120,7 @@ class TensorStay(Stay):
         self._parking.enter(self)
 
     def take(self) -> torch.Tensor:
-        # Written out here and below: a call would be a noticeable part of the whole.
+        # The test is written out here and below: a call would take a noticeable part of the time.
         if (
             _uses_in_c(self._handle) != self._idle_in_c
             or _uses_in_python(self._storage) != self._idle_in_python
@@ -148,7 +149,7 @@ class TensorStay(Stay):
     def _await_others(self) -> None:
         """Leave the block to the end of the storage."""
         self._watch = weakref.ref(self._storage, self._gone)
-        # In case of nobody else, `_gone` is called here.
+        # If nobody else refers to the storage, this line calls `_gone`.
         self._template = self._storage = None
 
     def vacate(self) -> bool:
@@ -156,7 +157,7 @@ class TensorStay(Stay):
             _uses_in_c(self._handle) == self._idle_in_c
             and _uses_in_python(self._storage) == self._idle_in_python
         ):
-            return True  # a weak reference, if there is one, sees the storage end
+            return True  # a weak reference, if there is one, sees the end of the storage
         self._await_others()
         return False
 
@@ -166,7 +167,7 @@ class TensorStay(Stay):
 
     def forget(self) -> None:
         self._template = self._storage = self._watch = None
-        del self._on_end  # a reference to itself
+        del self._on_end  # a bound method: it refers to this object
 
     def exclude(self) -> None:
-        self._idle_in_c = self._ending_in_c = 0  # which it never is
+        self._idle_in_c = self._ending_in_c = 0  # a count that never occurs

@@ -1,5 +1,5 @@
-"""Other libraries on the memory of an arena: Triton, PyTorch, cuda.core, CuPy.
+"""Memory of an arena for other libraries: Triton, PyTorch, cuda.core, CuPy.
 
-Each module needs its library only when it is used. `devalloc.Arena` has a method for each, but for
-CuPy: `devalloc.interop.cupy.allocator`.
+Each module needs its library only when it is used. `devalloc.Arena` has a method for each but CuPy,
+for which there is `devalloc.interop.cupy.allocator`.
 """

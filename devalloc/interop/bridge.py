@@ -1,13 +1,14 @@
 """Python functions as the C functions that PyTorch's allocators are made of.
 
-PyTorch frees a tensor also while a Python exception is pending: when an operation on a temporary
-fails, the interpreter drops the temporary before anybody handles the error. Functions of ctypes
-cannot serve then. Python code that runs with an exception set fails at its first call into C, so
-that the block is lost, and what ctypes makes of that replaces the exception that was on its way.
-So the functions are real ones, in ``bridge.c``, which sets the exception aside and puts it back.
+PyTorch may free a tensor while a Python exception is pending: when an operation on a temporary
+fails, the interpreter drops the temporary before anything handles the error. Callbacks made by
+ctypes do not work then. Python code that runs with an exception set fails at its first call into C,
+so the block is lost, and the error that ctypes makes of that replaces the exception that was on its
+way. So the functions are real C functions, in ``bridge.c``, which sets the exception aside and puts
+it back.
 
-It is compiled at run time, when it is first needed, by what Triton compiles its launchers with, and
-kept in Triton's cache: whoever launches kernels on a GPU has all that it takes.
+The file is compiled at run time, when it is first needed, by the compiler that Triton uses for its
+launchers, and kept in Triton's cache: a machine that launches kernels has all that it takes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from devalloc.errors import DevallocError
 
 
 class Functions(NamedTuple):
-    """Addresses of C functions, with what PyTorch passes to them."""
+    """Addresses of C functions, with the signatures by which PyTorch calls them."""
 
     malloc: int
     """``void *(size_t nbytes, int device, cudaStream_t stream)``"""
@@ -38,13 +39,13 @@ class Functions(NamedTuple):
 
 
 def _compile(name: str) -> ModuleType:
-    """A copy of the C module of its own, which holds one set of callables."""
+    """Compile and load a separate copy of the C module, which holds one set of callables."""
     source = resources.files(__package__).joinpath("bridge.c").read_text()
     try:
         from triton.runtime.build import compile_module_from_src
 
         return compile_module_from_src(source.replace("devalloc_bridge", name), name)
-    except Exception as error:  # whatever Triton, a compiler of the user's, or the loader raises
+    except Exception as error:  # anything from Triton, the user's compiler, or the loader
         folder = Path(sysconfig.get_config_var("INCLUDEPY"))
         missing = "" if (folder / "Python.h").exists() else f"; there is no Python.h in {folder}"
         raise DevallocError(
@@ -61,20 +62,20 @@ def connect(
     record_stream: Callable[[int, int], None] | None = None,
     reset: Callable[[], None] | None = None,
 ) -> Functions:
-    """C functions that call these callables, once for each purpose in a process.
+    """C functions that call these callables. Call it once for each purpose in a process.
 
-    The callables get the C functions' arguments as integers, NULL as 0, on the calling thread with
-    the GIL and no exception pending. They should not raise: what they raise is passed to
-    ``sys.unraisablehook``, and `malloc` then returned NULL. Functions without a callable are not to
-    be called. Ctrl-C waits until the outermost call is over.
+    The callables get the C functions' arguments as integers, NULL as 0. They run on the calling
+    thread, with the GIL and with no exception pending. They should not raise: what they raise goes
+    to ``sys.unraisablehook``, and the C `malloc` then returns NULL. A C function without a callable
+    must not be called. A Ctrl-C waits until the outermost call is over.
 
     The functions may be called until the process is gone. From `atexit` on they do nothing and
-    return NULL, without the GIL: the driver takes everything back.
+    return NULL, without taking the GIL: the driver takes all memory back.
 
     Parameters
     ----------
     purpose
-        Part of a C identifier.
+        Part of a C identifier, which names the copy of the C module.
 
     Raises
     ------

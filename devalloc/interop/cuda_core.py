@@ -42,38 +42,44 @@ class ArenaMemoryResource(MemoryResource):
         Raises
         ------
         OutOfMemory
-            Also a ``torch.OutOfMemoryError``.
+            It is a ``torch.OutOfMemoryError`` too.
         InvalidArgument
-            For a negative size, a closed arena, what is no stream, or CUDA's per-thread default
-            stream.
+            For a negative size, a closed arena, an object that is not a stream, or CUDA's
+            per-thread default stream.
         """
         owner = _handle(stream) if self._on_device else 0
-        # Of no bytes too a buffer has an address of its own.
+        # Even a buffer of no bytes has an address of its own.
         block = self._arena.alloc(size or 1, owner)
         try:
             self._blocks[block.address] = block
             return Buffer.from_handle(block.address, size, self, stream=stream)
         except BaseException:
-            # Unless what there was of a buffer has given it back already.
+            # Unless the unfinished buffer has given the block back already.
             if self._blocks.get(block.address) is block:
                 self._free(block)
             raise
 
     def deallocate(self, ptr: Any, size: int, *, stream: Any) -> None:
-        """Give a buffer back, in the order of ``stream``; waits for nothing."""
+        """Give a buffer back, in the order of ``stream``; waits for nothing.
+
+        Raises
+        ------
+        InvalidArgument
+            If there is no buffer of this memory resource at ``ptr``.
+        """
         address = int(ptr)
         block = self._blocks.get(address)
         if block is None:
             raise InvalidArgument(f"{address:#x} is no buffer of this memory resource")
         if self._on_device:
-            # Whatever reuses the memory does so on its owner, behind what this stream does now.
-            # (The per-thread default stream too is that of this thread now.)
+            # The memory is reused on the stream that owns it, behind what this stream does now.
+            # (That may be the per-thread default stream: here it means the one of this thread.)
             other = _handle(stream)
             self._arena.cache.order_behind(address, 0 if other == LEGACY_DEFAULT else other)
         self._free(block)
 
     def _free(self, block: Block) -> None:
-        # First here: once it is free the address may be another buffer's.
+        # Removed first: once the block is free, the address may be another buffer's.
         del self._blocks[block.address]
         try:
             self._arena.free(block)

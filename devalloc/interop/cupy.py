@@ -1,4 +1,4 @@
-"""CuPy's arrays in an arena: give `allocator` to ``cupy.cuda.set_allocator``."""
+"""CuPy's arrays in an arena: pass ``allocator(arena)`` to ``cupy.cuda.set_allocator``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 def allocator(arena: Arena) -> Callable[[int], Any]:
     """A function for ``cupy.cuda.set_allocator`` or ``cupy.cuda.using_allocator``.
 
-    An array's memory belongs to CuPy's current stream when it is made and returns to the arena, in
-    the order of that stream, with the last reference; as in CuPy's own pool, whoever uses an array
-    on another stream must order the two.
+    An array's memory belongs to the stream that is CuPy's current one when the array is made. It
+    returns to the arena with the last reference, in the order of that stream. As with CuPy's own
+    pool, a program that uses an array on another stream must order the two streams.
 
     Parameters
     ----------
     arena : Arena
-        Of a CUDA device, on which the function must be called.
+        Of a CUDA device, which must be CuPy's current device when the function is called.
 
     Raises
     ------

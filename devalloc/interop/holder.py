@@ -1,4 +1,4 @@
-"""An arena block that lives as long as a Python object: what other libraries hold."""
+"""An arena block that lives as long as a Python object, for other libraries to hold."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ if TYPE_CHECKING:
 
 
 class Holder:
-    """A block of ``nbytes`` bytes, owned by ``stream``, that returns with the last reference.
+    """A block of ``nbytes`` bytes, owned by ``stream``, freed with the last reference to this.
 
-    The return waits for nothing and is in the order of the stream: the memory is next given to work
-    that is queued on that stream afterwards.
+    The free waits for nothing and takes effect in the order of the stream: the memory next goes to
+    work that is queued on that stream afterwards.
 
     Parameters
     ----------
     arena : Arena
     nbytes : int
     stream : int, optional
-        Handle; default: the current stream.
+        Handle of the stream; default: the current stream.
     alignment : int
-        A power of two in bytes. Above 256, which every block has, the block is larger by it.
+        Bytes, a power of two. Every block is aligned to 256; for more, the block is larger by
+        ``alignment`` bytes.
 
     Raises
     ------
     OutOfMemory
-        Also a ``torch.OutOfMemoryError``.
+        It is a ``torch.OutOfMemoryError`` too.
     InvalidArgument
-        For an alignment that is no power of two, a negative size, or a closed arena.
+        For an alignment that is not a power of two, a negative size, or a closed arena.
     """
 
     __slots__ = ("_address", "_arena", "_block")
@@ -47,11 +48,11 @@ class Holder:
         self._address = (block.address + alignment - 1) & -alignment
 
     def data_ptr(self) -> int:
-        """The address, aligned as asked; 0 for a request of no bytes."""
+        """The address, aligned as requested; 0 for a block of no bytes (but see `Arena.alloc`)."""
         return self._address
 
     def __del__(self) -> None:
-        # Without a block the constructor has failed.
+        # If there is no block, the constructor has failed.
         block = getattr(self, "_block", None)
         if block is not None:
             self._arena.cache.free_in_finalizer(block.address)

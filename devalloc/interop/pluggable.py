@@ -1,12 +1,12 @@
 """An arena as PyTorch's CUDA allocator for the whole process: what `devalloc.Arena.install` does.
 
-PyTorch then calls back for every tensor, with no cache of its own above: the engine's. It holds no
-lock of its own while it does, so a callback may wait for the engine's lock, and a free that
-interrupts the engine is noted there. The allocator cannot be changed back, and the callbacks live
-as long as the process.
+PyTorch then calls back for every tensor and does not cache: the engine does. It holds no lock of
+its own while it calls, so a callback may wait for the engine's lock, and the engine notes a free
+that interrupts it. The allocator cannot be changed back, and the callbacks live as long as the
+process.
 
-PyTorch does not look at whether such an allocator failed, and no exception can pass through it. A
-tensor that got nothing has the address 0. Some operations look at that and raise RuntimeError;
+PyTorch does not check whether such an allocator failed, and no exception can pass through it. A
+tensor that got no memory has the address 0. Some operations notice that and raise RuntimeError;
 most launch their kernel, which CUDA ends with an illegal memory access, and with it everything that
 the process has on the GPU. So the arena's own error, which says why, is shown as a warning at once.
 """
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class AllocationWarning(RuntimeWarning):
-    """PyTorch asked for memory and got none; the text is that of the error."""
+    """PyTorch asked for memory and got none; the text is that of the arena's error."""
 
 
 class _Installed:
-    """Whose memory PyTorch gets, by the index of the device."""
+    """The caches that PyTorch gets memory from, by the index of the device."""
 
     def __init__(self) -> None:
         self.caches: dict[int, Cache] = {}
@@ -44,7 +44,7 @@ _INSTALLED = _Installed()
 
 
 def _warn(error: BaseException) -> None:
-    """Show an error that cannot pass through C++. Never raises, also where warnings are errors."""
+    """Show an error that cannot pass through C++. Never raises, even if warnings are errors."""
     try:
         warnings.warn(f"{type(error).__name__}: {error}", AllocationWarning, stacklevel=3)
     except Warning as shown:
@@ -115,12 +115,12 @@ def _hook(allocator: Any, name: str, function: int) -> None:
 
 
 def replace_allocator() -> None:
-    """Have PyTorch ask the callbacks from now on; does nothing when it does already.
+    """Have PyTorch call the callbacks from now on; does nothing if it does so already.
 
     Raises
     ------
     InvalidArgument
-        If PyTorch has initialised CUDA: its own allocator is in use then.
+        If PyTorch has initialised CUDA: then its own allocator is in use.
     DevallocError
         If this PyTorch has no pluggable allocators, or the C functions cannot be compiled.
     """
@@ -144,14 +144,16 @@ def installed() -> bool:
 
 
 def require_unserved(place: torch.device) -> None:
-    """Raise InvalidArgument if an arena serves PyTorch there already."""
+    """Raise InvalidArgument if an arena serves PyTorch on this device already."""
     if place.index in _INSTALLED.caches:
         raise InvalidArgument(f"an arena is installed for {place} already")
 
 
 def serve(cache: Cache, owner: object) -> None:
-    """What PyTorch asks for on the cache's device comes from it, and ``owner`` lives, to the end
-    of the process."""
+    """Serve PyTorch's requests on the cache's device from the cache until the process ends.
+
+    ``owner`` is kept alive as long.
+    """
     require_unserved(cache.source.device)
     _INSTALLED.owners.append(owner)
     _INSTALLED.caches[cache.source.device.index] = cache

@@ -1,15 +1,15 @@
 """PyTorch's own allocations on an arena's source: what `devalloc.Arena.use` does.
 
-PyTorch's caching allocator keeps its blocks and asks two callbacks for segments only. It calls
-them with its own lock held, and they need the GIL, so they must wait for nobody who may want
+PyTorch's caching allocator keeps its blocks and asks two callbacks for segments only. It calls them
+while it holds its own lock, and they need the GIL, so they must not wait for a thread that may want
 either. They use `devalloc.cache.outside.Outside`, which takes no lock, and nothing else of the
 engine.
 
 One pair of callbacks serves the whole process and is never given up: a segment may come back long
-after its pool, and its arena, are gone. Who gave it is looked up by its address.
+after its pool and its arena are gone. The address tells which arena gave it.
 
-PyTorch's functions for pools take the allocator's lock and keep the GIL. Meeting a callback of
-another thread, which has the lock and wants the GIL, they would wait for ever. So only one thread
+PyTorch's functions for pools take the allocator's lock and keep the GIL. If one met a callback of
+another thread, which has the lock and wants the GIL, both would wait for ever. So only one thread
 at a time may be inside `Pool.use`, and pools are made and dropped under the same claim.
 """
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from devalloc.cache import Cache
     from devalloc.cache.outside import Outside
 
-# For a callback of another thread, which is short, to end; use() itself is not waited for.
+# Long enough for a callback of another thread to end; nobody waits for another use() to end.
 _CLAIM_WAIT_S = 0.1
 
 
 class _Process:
-    """Who is inside `Pool.use`, and whose segments are out."""
+    """The thread inside `Pool.use`, and the arenas whose segments are out."""
 
     def __init__(self) -> None:
         self.claim = threading.Lock()
@@ -51,7 +51,7 @@ _PROCESS = _Process()
 
 
 def _allocate(nbytes: int, device: int, stream: int) -> int:
-    """For PyTorch: a segment from whoever is active, or 0. Never raises."""
+    """For PyTorch: a segment from the active arena, or 0. Never raises."""
     try:
         outside = _PROCESS.active
         if outside is None:
@@ -60,7 +60,7 @@ def _allocate(nbytes: int, device: int, stream: int) -> int:
         _PROCESS.givers[address] = outside
         return address
     except BaseException as error:
-        # Also Ctrl-C: an exception cannot pass through C++. `Pool.use` shows it as the cause.
+        # Ctrl-C too: an exception cannot pass through C++. `Pool.use` shows it as the cause.
         _PROCESS.failure = error
         return 0
 
@@ -70,7 +70,7 @@ def _free(address: int, nbytes: int, device: int, stream: int) -> None:
     try:
         if address == 0:
             return
-        # With the claim a finalizer that interrupts cannot drop a pool in the midst of PyTorch's.
+        # Under the claim, a finalizer that interrupts this cannot drop a pool in PyTorch's midst.
         alone = _PROCESS.claim.acquire(blocking=False)
         try:
             _PROCESS.givers.pop(address).free(address)
@@ -88,7 +88,7 @@ def functions() -> bridge.Functions:
 
 
 def custom_allocator(functions: bridge.Functions) -> Any:
-    """PyTorch's object over C functions for malloc and free."""
+    """PyTorch's allocator object over C functions for malloc and free."""
     make = getattr(torch._C, "_cuda_customAllocator", None)
     if make is None or not hasattr(torch.cuda, "MemPool"):
         raise DevallocError(
@@ -100,13 +100,13 @@ def custom_allocator(functions: bridge.Functions) -> Any:
 
 @cache
 def _torch_allocator() -> Any:
-    """PyTorch's object over the callbacks, which lives as long as they do."""
+    """PyTorch's allocator object over the callbacks; it lives as long as they do."""
     return custom_allocator(functions())
 
 
 @contextmanager
 def claimed(wait_s: float = 0.0) -> Iterator[bool]:
-    """Whether this thread alone deals with PyTorch's pools now."""
+    """Gives whether this thread alone works with PyTorch's pools within the block."""
     if not _PROCESS.claim.acquire(timeout=wait_s):
         yield False
         return
@@ -121,7 +121,7 @@ def claimed(wait_s: float = 0.0) -> Iterator[bool]:
 
 @contextmanager
 def active(outside: Outside) -> Iterator[None]:
-    """Within it, segments that PyTorch asks for come from ``outside``; needs the claim."""
+    """Within it, PyTorch gets its segments from ``outside``. The caller has the claim."""
     _PROCESS.active, _PROCESS.failure = outside, None
     try:
         yield
@@ -138,7 +138,7 @@ def active(outside: Outside) -> Iterator[None]:
 class Pool:
     """PyTorch's pool of segments from one arena.
 
-    Kept from one `use` to the next, with its idle memory, until `drop`.
+    It is kept from one `use` to the next, with its idle memory, until `drop`.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -164,7 +164,7 @@ class Pool:
                     "cannot do two at a time; leave that one first"
                 )
             device = self._cache.source.device
-            cudart.runtime()  # imported here, for a callback must not wait for an import
+            cudart.runtime()  # imported here, because a callback must not wait for an import
             if self._pool is None:
                 with torch.cuda.device(device):
                     self._pool = torch.cuda.MemPool(_torch_allocator())
@@ -180,14 +180,16 @@ class Pool:
                 self._inside = False
 
     def drop(self) -> None:
-        """Give idle segments back to the source. Those with living tensors follow when PyTorch's
-        cache is emptied after these are gone. Does nothing while somebody is inside `use`."""
+        """Give idle segments back to the source; do nothing while a thread is inside `use`.
+
+        Segments with live tensors follow when PyTorch's cache is emptied after those are gone.
+        """
         with claimed() as alone:
             if alone:
                 self._pool = None
 
     def forsake(self) -> None:
-        """`drop`, now or when whoever is inside `use` leaves it: the arena is gone."""
+        """`drop`, now or when the thread inside `use` leaves it. Called when the arena is gone."""
         if self._pool is not None:
             _PROCESS.forsaken.append(self._pool)
             self._pool = None
@@ -195,9 +197,10 @@ class Pool:
                 pass  # which drops what is forsaken
 
     def empty(self) -> int:
-        """Give back all segments without living tensors, PyTorch's own idle ones included; bytes.
+        """Give back all segments without live tensors; returns their bytes.
 
-        Does nothing while somebody is inside `use`, or the current stream is captured.
+        PyTorch's own idle segments may go too. Does nothing while a thread is inside `use` or the
+        current stream is being captured.
         """
         before = self._cache.outside.held
         if before and _PROCESS.owner is None and not self._cache.streams.capturing():

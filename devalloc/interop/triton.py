@@ -1,4 +1,4 @@
-"""The scratch memory of Triton's launches, from an arena."""
+"""Scratch memory of Triton's launches from an arena."""
 
 from __future__ import annotations
 

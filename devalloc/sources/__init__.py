@@ -1,7 +1,7 @@
 """Where raw memory comes from.
 
-A source hands out segments and takes them back; it knows nothing of heaps or blocks. What can be
-wrapped around any of them is in `devalloc.sources.adaptors`.
+A source hands out segments and takes them back; it knows nothing of heaps or blocks. Adaptors,
+which can be wrapped around any source, are in `devalloc.sources.adaptors`.
 """
 
 from devalloc.sources.base import Capabilities, Segment, Source

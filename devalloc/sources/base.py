@@ -1,8 +1,8 @@
 """The source protocol, and segments: memory that returns to its source by itself.
 
 Every source and every adaptor may be called from several threads at once. A free may run inside a
-garbage collection, and so in the middle of any other call, of the same thread too: locks are
-reentrant, and what is done under one is a single assignment, or may be seen half done.
+garbage collection, and so in the middle of any other call, even one of the same thread. So locks
+are reentrant, and whatever is done under a lock is one assignment or may be seen half done.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Capabilities:
     Attributes
     ----------
     mappable : bool
-        Addresses can be reserved first, and memory mapped there later and taken away again.
+        Addresses can be reserved first; memory can be mapped there later and taken away again.
     pausable : bool
         Memory can be given back while its address is kept.
     peer_accessible : bool
@@ -36,8 +36,8 @@ class Capabilities:
     host_accessible : bool
         The CPU can read and write it.
     stream_ordered : bool
-        With a stream, `Source.allocate` and `Source.free` are steps of that stream and wait for
-        nothing. Otherwise the stream changes nothing about the address.
+        Given a stream, `Source.allocate` and `Source.free` are steps of that stream and wait for
+        nothing. In other sources a stream makes no difference to where the address may be used.
     """
 
     mappable: bool = False
@@ -53,15 +53,15 @@ class Source(Protocol):
     Attributes
     ----------
     device : torch.device
-        Where tensors over the memory live.
+        The device of tensors over the memory.
     granularity : int
         Bytes; every address is a multiple of it.
     capabilities : Capabilities
 
     Notes
     -----
-    A stream is a handle (``torch.cuda.Stream.cuda_stream``). Without one, memory can be used on
-    any stream at once, and `free` waits until no work of the device can use it any more.
+    A stream is given by its handle (``torch.cuda.Stream.cuda_stream``). Without one, memory can be
+    used on every stream at once, and `free` waits until no work of the device can use it any more.
     """
 
     @property
@@ -79,9 +79,9 @@ class Source(Protocol):
         Raises
         ------
         OutOfMemory
-            If there are none; nothing has changed then.
+            If there is not enough memory; nothing has changed then.
         InvalidArgument
-            If ``nbytes`` is under 1.
+            If ``nbytes`` is less than 1.
         """
         ...
 
@@ -91,17 +91,20 @@ class Source(Protocol):
         Raises
         ------
         InvalidFree
-            If ``address`` is not out with ``nbytes`` bytes; nothing has changed then.
+            Unless ``address`` is out, with ``nbytes`` bytes; nothing has changed then.
         """
         ...
 
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor over a part of ``segment``, which the tensor keeps alive."""
+        """A uint8 tensor over ``nbytes`` bytes of ``segment``, from ``offset`` on.
+
+        The tensor keeps the segment alive.
+        """
         ...
 
 
 class Ledger(Owner):
-    """What a source has given out, so that a wrong free is refused and not passed on."""
+    """Records what a source has given out, so that a wrong free is refused and not passed on."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -119,11 +122,12 @@ class Ledger(Owner):
 
     @contextmanager
     def leaving(self, address: int, nbytes: int) -> Iterator[None]:
-        """Strike an entry before the memory goes back, for after that its address may come again.
+        """Within it the memory is given back; its entry is removed before.
 
-        Enters it again if giving it back fails.
+        Before, because afterwards the source may hand out the address again. If giving it back
+        fails, the entry is restored.
         """
-        # One atomic step and no lock: a free may come while other libraries' locks are held.
+        # One atomic step and no lock: a free may come while locks of other libraries are held.
         known = self._sizes.pop(address, None)
         if known is None:
             raise InvalidFree(
@@ -146,8 +150,8 @@ class Ledger(Owner):
 class Segment(Owner):
     """One piece of memory from a source, given back when nothing refers to it any more.
 
-    Tensors made by :meth:`view` refer to the segment, so memory that somebody can still reach is
-    never returned.
+    Tensors made by :meth:`view` refer to the segment, so memory that a program can still reach is
+    never given back.
 
     Parameters
     ----------
@@ -155,15 +159,16 @@ class Segment(Owner):
     nbytes : int
         Size in bytes, at least 1.
     alignment : int
-        A power of two; the segment's address is a multiple of it (more is taken if needed).
+        A power of two; the segment's address is a multiple of it. If the source's granularity is
+        less, ``alignment`` bytes more are taken from the source.
     keeps : Segment, ...
-        Others that what is written here points to. They live as long as this one, or until
-        `keeps` is set anew.
+        Other segments to which the contents of this one point. They live as long as this one, or
+        until `keeps` is set to something else.
 
     Raises
     ------
     OutOfMemory
-        If the source has not enough.
+        If the source has not enough memory.
     """
 
     def __init__(
@@ -175,12 +180,16 @@ class Segment(Owner):
         self.nbytes = nbytes
         self.address = (raw + alignment - 1) // alignment * alignment
         self.keeps = keeps
-        # (Not at exit: who is still running then may use the memory, and the process gives all
-        # of it back.)
+        # (Not at exit: what is still running then may use the memory, and the end of the process
+        # gives all of it back.)
         weakref.finalize(self, source.free, raw, nbytes + extra).atexit = False
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
-        """A uint8 tensor over ``nbytes`` bytes from ``offset`` on; no copy. Keeps the segment."""
+        """A uint8 tensor over ``nbytes`` bytes from ``offset`` on, without a copy.
+
+        The default is all bytes from ``offset`` on. The tensor keeps the segment alive. Raises
+        IndexError if the bytes are not inside the segment.
+        """
         if nbytes is None:
             nbytes = self.nbytes - offset
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:

@@ -12,7 +12,7 @@ from devalloc.sources.base import Capabilities, Ledger, Segment
 class CudaSource:
     """cudaMalloc and cudaFree on one device.
 
-    Both may synchronise the device; neither may be called while a stream is captured.
+    Both calls may synchronise the device; neither may be made while a stream is captured.
     """
 
     granularity = 256
@@ -26,7 +26,7 @@ class CudaSource:
         return f"CudaSource({self.device})"
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
-        """cudaMalloc ``nbytes`` bytes; raises OutOfMemory, DevallocError for other failures."""
+        """cudaMalloc of ``nbytes`` bytes; raises OutOfMemory, or DevallocError if CUDA fails."""
         self._out.check(nbytes)
         with cudart.current(self.device) as runtime:
             status, address = runtime.cudaMalloc(nbytes)
@@ -37,7 +37,7 @@ class CudaSource:
         return int(address)
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
-        """cudaFree; waits for the work that uses the memory, whatever the stream."""
+        """cudaFree; waits for the work that uses the memory, on whatever stream."""
         with self._out.leaving(address, nbytes):
             (status,) = cudart.runtime().cudaFree(address)
             cudart.check_freed(status, f"cudaFree of {format_size(nbytes)}")

@@ -1,7 +1,7 @@
 """What the CUDA sources share: the runtime library, its errors, tensors over device memory.
 
-The functions are looked up in this module at every call, so a test can put a double in place of
-the library.
+Callers look the functions up in this module at every call, so that a test can replace the library
+with a double.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def runtime() -> ModuleType:
 
 @contextmanager
 def current(device: torch.device) -> Iterator[ModuleType]:
-    """The runtime with ``device`` as its current one, which is another than PyTorch's."""
+    """The bindings' runtime with ``device`` as its current one, which is not shared with PyTorch."""
     with torch.cuda.device(device):
         bindings = runtime()
         bindings.cudaSetDevice(device.index)
@@ -50,13 +50,13 @@ def check(status: Any, what: str) -> None:
 
 
 def check_freed(status: Any, what: str) -> None:
-    """`check`, but at the end of the process the driver may have freed everything before us."""
+    """Like `check`, but accept that at exit the driver has already freed everything."""
     if status != runtime().cudaError_t.cudaErrorCudartUnloading:
         check(status, what)
 
 
 def device_exhausted(call: str, nbytes: int, device: torch.device) -> OutOfMemory:
-    """The error for device memory that is not there."""
+    """The error for a request of device memory that failed."""
     free, total = torch.cuda.mem_get_info(device)
     return OutOfMemory(
         f"{call} of {format_size(nbytes)} on {device} failed: {format_size(free)} of "
@@ -66,14 +66,14 @@ def device_exhausted(call: str, nbytes: int, device: torch.device) -> OutOfMemor
 
 
 def device_view(segment: Segment, offset: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """A uint8 tensor over device memory; it keeps the segment."""
+    """A uint8 tensor over device memory; it keeps the segment alive."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device=device)
     return torch.as_tensor(_DeviceArray(segment, offset, nbytes), device=device)
 
 
 class _DeviceArray:
-    """Bytes of a segment as a CUDA array; the tensor made of it keeps it, and it the segment."""
+    """Bytes of a segment as a CUDA array. A tensor made from it keeps it and so the segment."""
 
     def __init__(self, segment: Segment, offset: int, nbytes: int) -> None:
         self.segment = segment

@@ -32,7 +32,7 @@ class HostSource:
         """Map ``nbytes`` bytes; raises OutOfMemory."""
         self._out.check(nbytes)
         try:
-            # (Private: after a fork, parent and child must not write into each other's.)
+            # (Private: after a fork, parent and child must not write to each other's memory.)
             memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise OutOfMemory(
@@ -55,15 +55,15 @@ class HostSource:
 
 
 class PinnedSource:
-    """Page-locked host memory by cudaHostAlloc: the CPU's, and every CUDA device can copy it
-    asynchronously or use it in place.
+    """Page-locked host memory by cudaHostAlloc.
 
+    Tensors over it are on the CPU; every CUDA device can copy it asynchronously or use it in place.
     Neither allocate nor free may be called while a stream is captured.
 
     Parameters
     ----------
     user : torch.device
-        The CUDA device, with an index, whose work uses the memory: what `free` waits for.
+        The CUDA device, with an index, whose work uses the memory. `free` waits for it.
     """
 
     device = torch.device("cpu")
@@ -78,7 +78,7 @@ class PinnedSource:
         return f"PinnedSource({self.user})"
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
-        """cudaHostAlloc ``nbytes`` bytes; raises OutOfMemory."""
+        """cudaHostAlloc of ``nbytes`` bytes; raises OutOfMemory."""
         self._out.check(nbytes)
         with cudart.current(self.user) as runtime:
             flags = runtime.cudaHostAllocPortable | runtime.cudaHostAllocMapped
@@ -93,9 +93,9 @@ class PinnedSource:
         return int(address)
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
-        """cudaFreeHost, after waiting for ``stream`` or for the device."""
+        """cudaFreeHost, after waiting for ``stream``, or without one for the device ``user``."""
         with self._out.leaving(address, nbytes), cudart.current(self.user) as runtime:
-            # CUDA does not promise that cudaFreeHost waits for copies under way.
+            # CUDA does not promise that cudaFreeHost waits for copies that are under way.
             if stream is None:
                 (status,) = runtime.cudaDeviceSynchronize()
             else:

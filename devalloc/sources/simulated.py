@@ -12,16 +12,16 @@ from devalloc.sources.base import Capabilities, Ledger, Segment
 
 
 class SimulatedSource:
-    """Hands out addresses that nothing lies behind, and counts.
+    """Hands out addresses with no memory behind them, and counts.
 
-    Like a GPU's it gives whole multiples of its granularity, never fragments (address space is
-    plentiful; only the sum is limited), and never gives neighbouring addresses, so that a test
-    sees whoever joins two segments.
+    Like a GPU's source it gives out whole multiples of its granularity. It never runs into
+    fragmentation: address space is plentiful, and only the sum of bytes is limited. It never gives
+    out adjacent segments, so a test notices if an allocator joins two.
 
     Parameters
     ----------
     capacity : int or str, optional
-        Bytes that may be out at a time. Default: no limit.
+        The most bytes that may be out at a time. Default: no limit.
     granularity : int
         Bytes, a power of two.
     """
@@ -55,7 +55,7 @@ class SimulatedSource:
         return (nbytes + self.granularity - 1) & -self.granularity
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
-        """An address; raises OutOfMemory beyond the capacity."""
+        """An address; raises OutOfMemory if the capacity would be exceeded."""
         self._out.check(nbytes)
         taken = self._rounded(nbytes)
         with self._lock:

@@ -16,11 +16,11 @@ from devalloc.sources.base import Capabilities, Ledger, Segment
 class AsyncSource:
     """Stream-ordered memory of one device, from a memory pool that nobody else uses.
 
-    With a stream, an allocation may be used by what that stream runs afterwards, and a free takes
-    effect after what the stream was given before; neither waits, and both may be captured into a
-    CUDA graph (the memory belongs to the graph then). Without a stream `allocate` waits until
-    every stream may use the memory, and `free` waits for the device: the memory may have been used
-    anywhere.
+    With a stream, the memory may be used by work that is queued on that stream afterwards, and a
+    free takes effect after the work that was queued on its stream before. Neither waits, and both
+    may be captured into a CUDA graph (the memory then belongs to the graph). Without a stream,
+    `allocate` waits until every stream may use the memory, and `free` waits for the device, because
+    the memory may have been used on any stream.
 
     The pool is destroyed when nothing refers to the source and all its memory is back.
 
@@ -29,8 +29,8 @@ class AsyncSource:
     device : torch.device
         With an index.
     release_threshold : int or str
-        Bytes of unused memory that the pool keeps when somebody synchronises. 0, the default of
-        CUDA, gives everything back then and asks the driver again afterwards.
+        Bytes of unused memory that the pool keeps when the program synchronises. With 0, CUDA's
+        default, the pool then gives everything back and later asks the driver again.
 
     Raises
     ------
@@ -81,7 +81,7 @@ class AsyncSource:
         return pool
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
-        """Take ``nbytes`` bytes from the pool; raises OutOfMemory."""
+        """Take ``nbytes`` bytes from the pool; raises OutOfMemory. Without a stream it waits."""
         self._out.check(nbytes)
         with cudart.current(self.device) as runtime:
             order = self._stream if stream is None else stream
@@ -108,13 +108,13 @@ class AsyncSource:
     def trim(self, keep: int | str = 0) -> None:
         """Give unused memory of the pool back to the device, down to ``keep`` bytes.
 
-        Only memory whose frees have taken effect is unused; synchronise first to be sure of all.
+        Memory is unused only once its free has taken effect; synchronise first to reach all of it.
         """
         (status,) = cudart.runtime().cudaMemPoolTrimTo(self._pool, parse_size(keep))
         cudart.check(status, "trimming a memory pool")
 
     def reserved(self) -> int:
-        """Bytes that the pool holds of the device, given out or not. Does not synchronise."""
+        """Bytes of device memory that the pool holds, given out or not. Does not synchronise."""
         runtime = cudart.runtime()
         attribute = runtime.cudaMemPoolAttr.cudaMemPoolAttrReservedMemCurrent
         status, value = runtime.cudaMemPoolGetAttribute(self._pool, attribute)
@@ -129,6 +129,6 @@ def _destroy(device: torch.device, pool: Any, stream: Any) -> None:
     with cudart.current(device) as runtime:
         (status,) = runtime.cudaStreamDestroy(stream)
         cudart.check_freed(status, "destroying the stream of a memory pool")
-        # Memory whose free is still queued on a stream keeps the pool until then; CUDA sees to it.
+        # CUDA keeps the pool until frees that are still queued on a stream have taken effect.
         (status,) = runtime.cudaMemPoolDestroy(pool)
         cudart.check_freed(status, "destroying a memory pool")

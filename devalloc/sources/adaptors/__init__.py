@@ -1,7 +1,7 @@
 """Sources around a source: each adds one thing, and they stack in any order.
 
-An adaptor is a `Source` like any other. It claims to be safe in several threads, changes nothing
-when a call fails, and takes a wrong free no differently from the source inside.
+An adaptor is a `Source` like any other. It is safe to use from several threads, changes nothing
+when a call fails, and refuses a wrong free just as the source inside does.
 """
 
 from devalloc.sources.adaptors.base import Adaptor

@@ -1,4 +1,4 @@
-"""The adaptor that changes nothing, for the others to start from."""
+"""The adaptor that changes nothing, the base of the others."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 class Adaptor:
     """Passes everything on to ``inner``.
 
-    It passes on allocations and nothing else, so memory that can be mapped or paused cannot be
-    through an adaptor; the other capabilities stay.
+    It passes on allocations and nothing else, so the capabilities to map and to pause memory are
+    lost; the other capabilities stay.
 
     Parameters
     ----------
     inner : Source
-        Asked for the memory.
+        Where the memory comes from.
     """
 
     def __init__(self, inner: Source) -> None:

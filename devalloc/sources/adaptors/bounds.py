@@ -11,16 +11,16 @@ from devalloc.sources.base import Source
 
 
 class LimitAdaptor(Adaptor):
-    """At most ``limit`` bytes out at a time (after RMM's limiting resource).
+    """Lets at most ``limit`` bytes be out at a time (modelled on RMM's limiting resource).
 
-    The limit is checked before the source is asked, and counts what was asked for.
+    The limit is checked before the source is asked; it counts requested bytes.
 
     Parameters
     ----------
     inner : Source
     limit : int or str
-        Bytes, or text such as ``"1GiB"``. May be changed later, also to less than is out: then
-        nothing is given until enough came back.
+        Bytes, or text such as ``"1GiB"``. The attribute, in bytes, may be changed later. If it is
+        set to less than is out, requests fail until enough has come back.
 
     Raises
     ------
@@ -60,17 +60,22 @@ class LimitAdaptor(Adaptor):
 
 
 class AlignedAdaptor(Adaptor):
-    """Addresses that are multiples of ``alignment`` (after RMM's aligned resource).
+    """Gives addresses that are multiples of ``alignment`` (modelled on RMM's aligned resource).
 
-    Takes up to ``alignment`` bytes more of the source where its granularity is less.
+    Takes ``alignment`` bytes more from a source whose granularity is less than that.
 
     Parameters
     ----------
     inner : Source
     alignment : int or str
-        A power of two, bytes.
+        Bytes, a power of two.
     threshold : int or str
-        Requests below it, in bytes, are passed on as they are.
+        Requests of fewer bytes are passed on as they are.
+
+    Raises
+    ------
+    InvalidArgument
+        If ``alignment`` is not a power of two.
     """
 
     def __init__(self, inner: Source, alignment: int | str, threshold: int | str = 0) -> None:

@@ -1,6 +1,6 @@
-"""Adaptors for when there is no memory: wait for some, ask somebody to free some, or pretend.
+"""Adaptors for running out of memory: wait for some, have some freed, or pretend to run out.
 
-`OutOfMemory` is the failure they treat; every other error passes through.
+They treat `OutOfMemory` only; every other error passes through.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from devalloc.sources.base import Source
 
 
 class RetryAdaptor(Adaptor):
-    """Waits for a free by another thread before it gives up (after Paddle's retry allocator).
+    """Waits for another thread to free memory before it gives up (as Paddle's retry allocator).
 
-    A request that fails is tried again after every free that passes through this adaptor, until
-    ``seconds`` have gone by. Threads that wait hold no lock. Do not use it below a lock that the
-    freeing threads need.
+    A request that failed is tried again after every free that passes through this adaptor, until
+    ``seconds`` have gone by. Waiting threads hold no lock. Do not allocate while holding a lock
+    that the freeing threads need.
 
     Parameters
     ----------
@@ -29,12 +29,12 @@ class RetryAdaptor(Adaptor):
     seconds : float
         How long one request may wait.
     clock : callable
-        Seconds, never decreasing.
+        Gives the time in seconds, never decreasing.
 
     Raises
     ------
     OutOfMemory
-        From `allocate`, after the time; its cause is the last failure of the source.
+        From `allocate`, when the time is over; its cause is the source's last failure.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RetryAdaptor(Adaptor):
         deadline: float | None = None
         attempts = 0
         while True:
-            # Before trying, so that a free between the failure and the wait is not missed.
+            # Read before trying, so that a free between the failure and the wait is not missed.
             before = self._frees
             try:
                 return super().allocate(nbytes, stream)
@@ -79,15 +79,15 @@ class RetryAdaptor(Adaptor):
 
 
 class FailureCallbackAdaptor(Adaptor):
-    """Calls somebody who may free memory, and tries again while that helps (after RMM).
+    """Calls a callback that may free memory, and tries again while it returns true (as RMM's).
 
     Parameters
     ----------
     inner : Source
     callback : callable
-        Gets the number of bytes that were not there. True: try again; false: give up, and the
-        source's error is raised. It may allocate and free; what it raises reaches the caller. It
-        is called by the allocating thread, by several at a time if several fail.
+        Called with the number of requested bytes. If it returns true, the request is tried again;
+        if false, the source's error is raised. It may allocate and free; what it raises reaches
+        the caller. It runs on the allocating thread, on several at once if several fail.
     """
 
     def __init__(self, inner: Source, callback: Callable[[int], bool]) -> None:
@@ -110,11 +110,11 @@ class FaultAdaptor(Adaptor):
     ----------
     inner : Source
     probability : float
-        Of failure, for each call by itself; 0 to 1.
+        Probability that a call fails, from 0 to 1, for each call independently.
     seed : int
-        Two adaptors with one seed fail the same calls.
+        Two adaptors with the same seed and probability fail the same calls.
     calls : collection of int
-        These calls fail in any case; the first call is number 1.
+        Numbers of calls that always fail; the first call is number 1.
     """
 
     def __init__(

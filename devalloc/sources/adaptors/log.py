@@ -1,4 +1,4 @@
-"""An adaptor that writes every call into a file that RMM's tools and ``devalloc replay`` read."""
+"""An adaptor that logs every call to a file that RMM's tools and ``devalloc replay`` read."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ LOG_COLUMNS = ("Thread", "Time", "Action", "Pointer", "Size", "Stream")
 
 
 class LogAdaptor(Adaptor):
-    """One CSV row for each call: ``Thread,Time,Action,Pointer,Size,Stream``.
+    """Writes one CSV row for each call: ``Thread,Time,Action,Pointer,Size,Stream``.
 
-    Time is seconds since 1970 with microseconds, Size bytes, Pointer and Stream hexadecimal
-    (no stream is ``0x0``, as the default stream is). Actions are ``allocate``, ``allocate
-    failure`` (with pointer ``0x0``), ``free``, which is written before the memory goes back, so
-    that an address is never seen given out twice, and ``free failure``, which takes the ``free``
-    of the same thread before it back.
+    Time is in seconds since 1970, with microseconds; Size is in bytes; Pointer and Stream are
+    hexadecimal, and no stream is ``0x0``, as is the default stream. The actions are
 
-    Use it in a ``with`` block, or close it: rows reach the file by then at the latest.
+    - ``allocate``, and ``allocate failure`` with the pointer ``0x0``;
+    - ``free``, which is written before the memory goes back, so that the file never shows an
+      address given out twice;
+    - ``free failure``, which takes back the ``free`` of the same thread before it.
+
+    Use it in a ``with`` block, or close it: by then at the latest all rows are in the file.
 
     Parameters
     ----------
     inner : Source
     path : str or Path
-        Created, or emptied. Raises OSError.
+        The file, which is created or emptied. Raises OSError if it cannot be.
     auto_flush : bool
-        Rows reach the file at once; slower, but nothing is lost in a crash.
+        Flush each row to the file at once: slower, but a crash loses nothing.
     """
 
     def __init__(self, inner: Source, path: str | Path, auto_flush: bool = False) -> None:
         super().__init__(inner)
         self.path = Path(path)
         self.auto_flush = auto_flush
-        # A free inside a garbage collection may interrupt a write, which the file does not stand.
-        # So rows are queued, and whoever finds nobody writing writes what is there.
+        # A free inside a garbage collection may interrupt a write, which a file does not survive.
+        # So rows are queued, and a thread that finds no other one writing writes the queue.
         self._rows: deque[str] = deque()
         self._writing = threading.Lock()
         self._file = self.path.open("w", encoding="ascii")
@@ -83,14 +85,14 @@ class LogAdaptor(Adaptor):
             self._file.flush()
 
     def flush(self) -> None:
-        """Write all rows of calls that have returned."""
+        """Write the rows of all calls that have returned to the file."""
         with self._writing:
             self._drain()
             if not self._file.closed:
                 self._file.flush()
 
     def close(self) -> None:
-        """Flush and close the file. Later calls are served and not logged."""
+        """Flush and close the file. Later calls are served but not logged."""
         with self._writing:
             self._drain()
             self._file.close()

@@ -1,4 +1,4 @@
-"""Adaptors that count, and that remember who asked for what."""
+"""Adaptors that count allocations, and that remember which code asked for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from devalloc.sources.base import Source
 
 @dataclasses.dataclass
 class Counter:
-    """One quantity: now, at most, and all additions together."""
+    """One quantity: its current value, its peak, and the sum of all additions."""
 
     current: int = 0
     peak: int = 0
@@ -30,7 +30,7 @@ class Counter:
         self.current -= amount
 
     def absorb(self, inner: Counter) -> None:
-        """Go on as if everything that ``inner`` counted had been counted here."""
+        """Continue as if everything that ``inner`` counted had been counted here."""
         self.peak = max(self.peak, self.current + inner.peak)
         self.current += inner.current
         self.total += inner.total
@@ -38,7 +38,7 @@ class Counter:
 
 @dataclasses.dataclass
 class Counters:
-    """Bytes and number of allocations, and how many calls failed."""
+    """Bytes and number of allocations, and how many calls of `allocate` failed."""
 
     bytes: Counter = dataclasses.field(default_factory=Counter)
     allocations: Counter = dataclasses.field(default_factory=Counter)
@@ -56,9 +56,9 @@ class Counters:
 
 
 class StatisticsAdaptor(Adaptor):
-    """Counts what goes through it, in nested sections (after RMM's statistics resource).
+    """Counts what passes through it, in nested sections (as RMM's statistics resource).
 
-    A free is counted when it is done, so a peak is never too low; with several threads it may be
+    A free is counted after it is done, so a peak is never too low; with several threads it may be
     too high by what they were just giving back.
     """
 
@@ -87,7 +87,10 @@ class StatisticsAdaptor(Adaptor):
 
     @property
     def counters(self) -> Counters:
-        """A copy of the innermost section's. Frees of older memory make its current negative."""
+        """A copy of the innermost section's counters.
+
+        If memory from before the section is freed in it, its current values can be negative.
+        """
         with self._lock:
             return self._stack[-1].copy()
 
@@ -97,12 +100,12 @@ class StatisticsAdaptor(Adaptor):
             self._stack.append(Counters())
 
     def pop(self) -> Counters:
-        """End the innermost section: return what it counted, and add it to the one around it.
+        """End the innermost section; return its counts and add them to the section around it.
 
         Raises
         ------
         InvalidArgument
-            If no section was begun.
+            If no section was begun by `push`.
         """
         with self._lock:
             if len(self._stack) == 1:
@@ -125,14 +128,14 @@ class Outstanding:
 
 
 class TrackingAdaptor(Adaptor):
-    """Remembers what is out and which line asked for it (after RMM's tracking resource).
+    """Remembers what is out and which lines asked for it (as RMM's tracking resource).
 
     Parameters
     ----------
     inner : Source
     frames : int
-        Python frames to keep of each call, the innermost; 0 for none. About a microsecond each;
-        the text of the lines is read only when it is shown.
+        How many Python frames to keep for each call, the innermost ones; 0 for none. Each takes
+        about a microsecond; the text of the lines is read only when it is shown.
     """
 
     def __init__(self, inner: Source, frames: int = 16) -> None:
@@ -159,23 +162,23 @@ class TrackingAdaptor(Adaptor):
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
         known = self._out.get(address)
         super().free(address, nbytes, stream)
-        # Struck afterwards, as only the source beneath knows which of several frees is the first;
-        # and only if it is still the same: another thread may have got the address again by now.
+        # Removed afterwards, because only the source inside knows which of several frees is the
+        # first; and only if it is the same entry, for another thread may have the address by now.
         with self._lock:
             if self._out.get(address) is known:
                 self._out.pop(address, None)
 
     @property
     def outstanding_bytes(self) -> int:
-        """Sum of what is out."""
+        """The sum of all bytes that are out."""
         return sum(each.nbytes for each in self.outstanding())
 
     def outstanding(self) -> list[Outstanding]:
-        """What is out, oldest first."""
+        """The allocations that are out, oldest first."""
         return list(self._out.values())
 
     def report(self) -> str:
-        """What is out, for people: a line and a stack each; empty if nothing is."""
+        """What is out, as text for people: a line and a stack for each; empty if nothing is."""
         lines = []
         for each in self.outstanding():
             lines.append(f"{format_size(each.nbytes)} at {each.address:#x}, allocated by\n")
