@@ -1,8 +1,8 @@
 """The host caching allocator: one engine, and policies that drive it.
 
-From the bottom up: blocks and free lists; the ledger of statistics; policies; the store (segments
+From the bottom up: blocks and free lists; the ledger of statistics; policies; the store (segments,
 and the steps that policies are made of); the store with streams; the core, which adds the lock;
-graphs and reports beside each other; the engine, which joins them.
+graphs and reports, side by side; the engine, which joins them.
 """
 
 from devalloc.cache.auto_growth_policy import AutoGrowthPolicy

@@ -1,4 +1,4 @@
-"""Checks C1 to C3 of a whole cache, from the structures themselves."""
+"""Checks invariants C1 to C3 of a whole cache, by looking at its structures."""
 
 from __future__ import annotations
 

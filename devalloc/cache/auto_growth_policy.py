@@ -20,13 +20,14 @@ class AutoGrowthPolicy(Policy):
     Parameters
     ----------
     alignment : int
-        Bytes to whose multiples sizes are rounded; a multiple of 256.
+        Sizes are rounded up to multiples of this many bytes; a multiple of 256.
     chunk_size : int
-        Least bytes of a segment, rounded up to the alignment; 0: exactly what is asked for.
+        The least bytes of a segment, rounded up to the alignment; 0 for segments of exactly the
+        size that is requested.
     free_idle_chunks : str
-        When idle segments go back to the source: ``"on_failure"`` (and ask again, once),
-        ``"on_miss"`` (before every request to the source, which is then not repeated), or
-        ``"at_once"`` (with the free that made them idle; and on failure).
+        When idle segments go back to the source: ``"on_failure"`` (then the source is asked once
+        more), ``"on_miss"`` (before the source is asked, and it is asked only once), or
+        ``"at_once"`` (with the free that made them idle, and on failure).
     retry_wait_s : float
         Seconds that a failing request waits for a free by another thread. Paddle waits 10.
     """

@@ -1,8 +1,8 @@
 """The best-fit-with-coalescing allocator of TensorFlow and XLA as a policy.
 
 Its 21 bins, each ordered by (size, address) and searched from the request's bin upwards, choose the
-same chunk as one list ordered by (size, address); so the engine's free list serves, and the bins
-appear in the report only.
+same chunk as one list ordered by (size, address). So the engine's free list is used, and the bins
+appear only in the report.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BACK_OFF = 0.9
 
 
 def bin_of(nbytes: int) -> int:
-    """The bin of a chunk: b holds [256 * 2**b, 256 * 2**(b + 1)), the last all from 256 MiB on."""
+    """The bin of a chunk: b holds [256 * 2**b, 256 * 2**(b + 1)), the last one all from 256 MiB."""
     return min(BINS - 1, max(nbytes // MIN_CHUNK, 1).bit_length() - 1)
 
 
@@ -36,20 +36,20 @@ class BfcPolicy(Policy):
     Parameters
     ----------
     growth : bool
-        Begin with ``first_region`` and double; otherwise the first region is the whole limit.
+        Regions begin with ``first_region`` and double; otherwise the first is the whole limit.
     first_region : int
         Bytes.
     fragmentation_fraction : float
         A chunk is split if the rest is at least this fraction of the limit; 0 means 128 MiB. (A
         chunk of at least twice the request is always split.)
     garbage_collection : bool
-        Give idle regions back and extend again before failing.
+        Before failing, give idle regions back and ask the source again.
     retry_wait_s : float
         Seconds that a failing request waits for a free by another thread. TensorFlow waits 10.
     timestamps : bool
-        Freed chunks carry the time of their free (`Cache.clock` counts frees). Other streams may
-        use one only when the safe frontier, `Cache.set_safe_frontier`, has passed it, and until
-        then it is not merged with its neighbours.
+        Freed chunks carry the time of their free (`Cache.clock` counts frees). Another stream may
+        use such a chunk only when the safe frontier (`Cache.set_safe_frontier`) has passed that
+        time; until then the chunk is not merged with its neighbours.
     """
 
     name: ClassVar[str] = "bfc"
@@ -80,7 +80,7 @@ class BfcPolicy(Policy):
 
     def bind(self) -> BfcPolicy:
         bound = copy.copy(self)
-        # Not with `attach`: the stamps of a store outlive a change of its limit.
+        # Not in `attach`: the stamps of a store outlive a change of its limit.
         bound._clock = bound._frontier = 0
         return bound
 
@@ -94,7 +94,7 @@ class BfcPolicy(Policy):
         assert first is not None
         if self.fragmentation_fraction and store.limit is not None:
             self._padding = int(self.fragmentation_fraction * store.limit)
-        # At least one chunk: doubling from less would never reach a request.
+        # At least one chunk: doubling from 0 would never reach a request.
         self._region = max(first // MIN_CHUNK * MIN_CHUNK, MIN_CHUNK)
 
     def round(self, nbytes: int) -> int:
@@ -139,8 +139,8 @@ class BfcPolicy(Policy):
         return block
 
     def _extend(self, store: Store, request: Request) -> Block | None:
-        """A new region: the current size, doubled until the request fits; on failure nine tenths,
-        down to the request."""
+        """Ask for a new region: the current size, doubled until the request fits. On failure ask
+        for nine tenths, repeatedly, down to the size of the request."""
         room = store.room()
         available = None if room is None else room // MIN_CHUNK * MIN_CHUNK
         if available is not None and request.size > available:
@@ -151,7 +151,7 @@ class BfcPolicy(Policy):
         nbytes = region if available is None else min(region, available)
         block = store.grow(request, nbytes)
         while block is None:
-            # At least one chunk less: rounding up would bring small sizes back for ever.
+            # At least one chunk less: small sizes would be rounded up to themselves for ever.
             nbytes = min(self.round(int(nbytes * _BACK_OFF)), nbytes - MIN_CHUNK)
             if nbytes < request.size:
                 break
@@ -181,17 +181,17 @@ class BfcPolicy(Policy):
         return self._clock
 
     def set_safe_frontier(self, time: int) -> None:
-        """All work queued before the free at ``time - 1``, and it, are done."""
+        """Say that the work of every free up to ``time - 1`` is done."""
         self._frontier = max(self._frontier, time)
 
     def stamp(self, store: Store, block: Block) -> None:
-        """Called before a freed block is entered."""
+        """Stamp a freed block, before it is entered in its free list."""
         self._clock += 1
         store.stamps[block.address] = self._clock
 
     def _merge_stamped(self, store: Store, wanted: int) -> bool:
-        """Merge stamped chunks that the frontier has passed; with ``wanted`` bytes also younger
-        ones, until one chunk is that large. Whether one is."""
+        """Merge stamped chunks that the frontier has passed. If ``wanted`` is not 0, merge younger
+        ones too until one chunk has that many bytes. Returns whether one has."""
         candidates = []
         for address, stamp in list(store.stamps.items()):
             if stamp < self._frontier:

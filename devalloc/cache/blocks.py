@@ -3,10 +3,11 @@
 Concurrency: everything here belongs to one engine and is touched under its lock only.
 
 A free list is ordered by (size, address): a sorted list of the sizes that occur, and for each size
-the sorted addresses. There are few distinct sizes in practice, so both are short, and inserting in
-a list of plain ints is a `memmove`: three to five times faster than a balanced container up to
-some thousand sizes. A size whose last block was taken stays (a cached allocation and its free then
-only pop and append); sizes that are no longer used are swept when a search meets many of them.
+the sorted addresses. In practice there are few distinct sizes, so both are short, and inserting in
+a list of plain ints is a `memmove`: about three to five times faster than a balanced container, up
+to about a thousand sizes (docs/host.md). A size whose last block was taken stays in the list, so
+that a cached allocation and its free only pop and append. When a search meets many such sizes, they
+are swept.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MAX_IDLE_SIZES = 8
 
 
 class Segment:
-    """One piece of memory from the source: ``size`` bytes at ``address``, asked on ``stream``."""
+    """One piece of memory from the source: ``size`` bytes at ``address``, taken for ``stream``."""
 
     __slots__ = ("address", "first", "frames", "pool", "size", "stream")
 
@@ -51,8 +52,8 @@ class Segment:
 class Block:
     """A piece of a segment.
 
-    ``home`` is the free list it returns to, and so says its pool and the stream that owns it.
-    ``requested`` is what the caller asked for, while the block is live.
+    ``home`` is the free list it returns to, and so gives its pool and the stream that owns it.
+    ``requested`` is what the caller asked for, while the block is live or pending.
     """
 
     __slots__ = ("address", "home", "next", "prev", "requested", "segment", "size", "state")
@@ -79,7 +80,7 @@ class Block:
 
 
 class FreeList:
-    """Addresses of the free blocks of one pool that one stream owns, by (size, address)."""
+    """The free blocks of one pool that one stream owns, ordered by (size, address)."""
 
     __slots__ = ("by_size", "pool", "sizes", "stream")
 
@@ -107,7 +108,10 @@ class FreeList:
             del addresses[bisect_left(addresses, address)]
 
     def find(self, size: int) -> tuple[int, int] | None:
-        """(size, address) of the smallest free block of at least ``size`` bytes, lowest first."""
+        """(size, address) of the smallest free block of at least ``size`` bytes.
+
+        Of several of that size, the one at the lowest address.
+        """
         sizes = self.sizes
         by_size = self.by_size
         at = start = bisect_left(sizes, size)
@@ -124,7 +128,7 @@ class FreeList:
         return None
 
     def sweep(self) -> None:
-        """Forget the sizes of which no block is free."""
+        """Forget the sizes that no free block has."""
         self.by_size = {size: found for size, found in self.by_size.items() if found}
         self.sizes = sorted(self.by_size)
 
@@ -144,8 +148,8 @@ class FreeList:
 class Pool:
     """The free lists of one kind of block (small or large), one for each stream that owns some.
 
-    ``owner`` is the identifier that snapshots show: (0, 0), or that of a private pool. ``lookups``
-    counts searches; the age of a free block is measured in them.
+    ``owner`` is the identifier in snapshots: (0, 0), or that of a private pool. ``lookups`` counts
+    searches; the age of a free block is measured in searches. ``segments`` counts segments.
     """
 
     __slots__ = ("index", "lists", "lookups", "owner", "segments")
@@ -167,8 +171,8 @@ class Pool:
 class PoolSet:
     """A small and a large pool: the default ones, or the private ones of graphs.
 
-    ``uses`` counts the graphs that may still read and write the memory. At zero the segments are
-    given back as soon as they are idle.
+    ``uses`` counts the graphs that may still read and write the memory. When it is zero, segments
+    are given back as soon as they are idle.
     """
 
     __slots__ = ("owner", "pools", "uses")

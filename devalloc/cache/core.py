@@ -2,13 +2,13 @@
 
 Concurrency: one lock for everything. A thread that holds it may be interrupted by a garbage
 collection whose finalizers free blocks of this same engine: such a free is only noted, and done
-when the interrupted call is over (`_inside`). A call that waits, or runs code of others, lets other
-threads in meanwhile and is as between two calls (`_out`): no lock is held then.
+when the interrupted call is over (`_inside`). A call that waits, or runs other people's code, holds
+no lock meanwhile, and the engine is in the state that it has between two calls (`_out`).
 
-The short way through `malloc` and `free` is for exact fits when nothing unusual is going on;
+The short way through `malloc` and `free` is for exact fits when nothing unusual is going on.
 `_attention` is set while something is: recorded uses by other streams, pending events, routes to
-private pools, history, threads that are `_out`, a policy that wants to see every call. What is
-parked (`devalloc.cache.parking`) is freed before anything else happens.
+private pools, history, threads that are `_out`, a policy that wants to see every call. Blocks that
+are parked (`devalloc.cache.parking`) are freed before anything else happens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WAIT_SLICE_S = 0.01
 
 
 class Route(NamedTuple):
-    """Allocations that ``accepts(stream)`` go to ``pools``."""
+    """Allocations for which ``accepts(stream)`` is true go to ``pools``."""
 
     pools: PoolSet
     accepts: Callable[[int], bool]
@@ -61,8 +61,11 @@ def _as_int(nbytes: object) -> int:
 
 
 class Core(Owner):
-    """What gives and takes addresses. `Cache` joins it with the parts for graphs and reports, which
-    enter by `_entered` and know the store, and documents the options."""
+    """The part of the engine that gives out addresses and takes them back.
+
+    `Cache` joins it with the parts for graphs and reports, which enter by `_entered` and know the
+    store. The options are documented there.
+    """
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class Core(Owner):
         self._lock = threading.RLock()
         self._freed = threading.Condition(self._lock)
         self._inside = False
-        # Whether what was noted must not wait for another call: a closed cache may see none.
+        # Whether noted frees must not wait for another call: a closed cache may never see one.
         self._urgent = False
         self._closing = False
         self._out: set[int] = set()
@@ -115,20 +118,23 @@ class Core(Owner):
         Parameters
         ----------
         nbytes : int
-            Bytes; 0 gives address 0 (a block of its own under the policy "tiny").
+            Bytes; 0 gives address 0 (but under the policy "tiny" a block of its own).
         stream : int
             Handle of the stream on which the block will be used.
         freed_before : int, optional
-            With time stamps (policy "bfc"): the work is not in the order of ``stream``; only
+            With time stamps (policy "bfc"): the work is not in the order of ``stream``, and only
             chunks freed up to this time may serve.
 
         Raises
         ------
         OutOfMemory
-            If no step of the policy found memory; the cache is as before, less what was given
-            back to the source on the way.
+            If no step of the policy found memory. The cache is as before, except for segments that
+            were given back to the source on the way.
         InvalidArgument
-            For a negative size, or what is no size.
+            For a negative or impossibly large size, or one that is not an int.
+        DevallocError
+            In a finalizer that interrupted a call of this cache, or in a callback of
+            `Cache.on_low_memory` that this cache called.
         """
         with self._lock:
             if self._inside:
@@ -179,8 +185,8 @@ class Core(Owner):
     def free(self, address: int) -> None:
         """Give back what `malloc` gave. Address 0 is ignored.
 
-        Waits for nothing: a block that other streams use (`record_stream`) becomes available when
-        they are done.
+        Waits for nothing (unless the cache is closed): a block that other streams use
+        (`record_stream`) becomes available when they are done.
 
         Raises
         ------
@@ -229,8 +235,11 @@ class Core(Owner):
                     self._settle()
 
     def free_in_finalizer(self, address: int) -> None:
-        """`free`, waiting for no thread, for it may wait for a lock of this one: in a finalizer
-        inside another cache, or amid a fork."""
+        """`free` for finalizers: waits for no other thread.
+
+        That thread may be waiting for a lock of this one: the finalizer may have interrupted a call
+        of another cache, or a fork.
+        """
         if not self._lock.acquire(blocking=False):
             self._returned.append(address)  # for the next call
             if self._store.closed:
@@ -246,7 +255,7 @@ class Core(Owner):
 
     @contextmanager
     def _entered(self) -> Iterator[StreamedStore]:
-        """Everything but the short way: the lock, noted frees before and after."""
+        """Around every call but the short way: the lock, with noted frees done before and after."""
         with self._lock:
             if self._inside:
                 raise DevallocError("the cache was used from a finalizer that interrupted it")
@@ -264,13 +273,13 @@ class Core(Owner):
                         self._settle()
 
     def _settle(self) -> None:
-        """Free what is parked or noted, unless this thread is inside: then the next call does."""
+        """Free what is parked or noted. If this thread is inside a call, the next call does it."""
         with self._lock:
             if self._inside:
                 self._urgent = self._store.closed
                 return
             self._urgent = True
-            while self._urgent:  # again for what finalizers note meanwhile
+            while self._urgent:  # once more for what finalizers note meanwhile
                 self._inside = True
                 try:
                     self._free_noted()
@@ -278,9 +287,9 @@ class Core(Owner):
                     self._inside = False
 
     def close(self) -> None:
-        """Give idle segments back now, and every other one when its last block is freed.
+        """Give idle segments back now, and every other segment when its last block is freed.
 
-        May be repeated: when the source has failed, what it left is given back.
+        May be called again: after a failure of the source it gives back what was left.
         """
         with self._lock:
             self._store.closed = True
@@ -294,14 +303,14 @@ class Core(Owner):
     # Forks: see `devalloc.cache.forks` ------------------------------------------------------------
 
     def hold(self, seconds: float) -> bool:
-        """Keep other threads out, if that can be had within ``seconds``."""
+        """Keep other threads out; whether that succeeded within ``seconds``."""
         return self._lock.acquire(timeout=seconds)
 
     def let_go(self) -> None:
         self._lock.release()
 
     def begin_in_child(self, held: bool) -> None:
-        """After a fork: whoever else was in the middle of a call, or waited, is not here."""
+        """After a fork: threads that were in the middle of a call, or waited, do not exist here."""
         if not held:
             self._lock = threading.RLock()
             self._inside = False
@@ -345,10 +354,10 @@ class Core(Owner):
                     self._free(block)
                 except BaseException:
                     if block.state == LIVE:
-                        self._store.postpone(block)  # nobody has it who could free it again
+                        self._store.postpone(block)  # nobody is left who could free it again
                     raise
             else:
-                self._store.put_back(block)  # which is all when nothing unusual is going on
+                self._store.put_back(block)  # that is all when nothing unusual is going on
 
     def _malloc(self, nbytes: int, stream: int, freed_before: int | None) -> int:
         """Any allocation, under the lock."""
@@ -397,7 +406,8 @@ class Core(Owner):
         return self._store.default
 
     def _miss(self, request: Request) -> Block:
-        """Who holds memory, the policy's steps, events, other threads' frees, then the error."""
+        """No free block serves: ask holders of memory, take the policy's steps, wait for events and
+        for other threads' frees, and then raise the error."""
         store = self._store
         try:
             block = (
@@ -412,14 +422,14 @@ class Core(Owner):
                 raise OutOfMemory(describe.failure(store, request)) from store.failure
             return block
         finally:
-            store.failure = None  # whose traceback refers to all that the callers have
+            store.failure = None  # its traceback refers to everything that the callers have
 
     def _ask_holders(self, request: Request) -> Block | None:
-        """Run the callbacks of those who hold memory that they could free, and look again."""
+        """Run the callbacks of `Cache.on_low_memory`, which may free memory, and search again."""
         if not self._holders:
             return None
         with self._let_others_in(request):
-            # As `Condition.wait` does it: Ctrl-C would end `acquire`, and the call go on without.
+            # As `Condition.wait` does: Ctrl-C would end `acquire`, and the call go on unlocked.
             held = self._lock._release_save()  # type: ignore[attr-defined]
             try:
                 for callback in tuple(self._holders):
@@ -429,7 +439,7 @@ class Core(Owner):
         return self._find(request)
 
     def _wait_for_frees(self, request: Request) -> Block | None:
-        """For a policy that waits: what another thread frees, or one more round of its steps."""
+        """For a policy that waits: take what another thread frees, or repeat the policy's steps."""
         store = self._store
         deadline = time.monotonic() + self.policy.retry_wait_s
         while not store.captures and (left := deadline - time.monotonic()) > 0:
@@ -442,8 +452,10 @@ class Core(Owner):
         return None
 
     def _find_late(self, request: Request) -> Block | None:
-        """What has become free while the policy tried, or does so by waiting for events; if that
-        does not serve as it is, the policy's steps once more."""
+        """Take what has become free while the policy tried, or becomes free by waiting for events.
+
+        If something did but does not serve as it is, take the policy's steps once more.
+        """
         store = self._store
         if store.captures:
             return None
@@ -456,14 +468,14 @@ class Core(Owner):
         return self._store.find_for(request) or self._find_elsewhere(request)
 
     def _find_elsewhere(self, request: Request) -> Block | None:
-        """A block of another stream, if streams are shared and order is what the caller needs."""
+        """A block of another stream, if streams are shared and stream order is enough."""
         if not self._share or self._store.captures or request.freed_before is not None:
             return None
         return self._store.find_elsewhere(request)
 
     @contextmanager
     def _let_others_in(self, request: Request) -> Iterator[None]:
-        """In the middle of a call: as between two. Give the lock away, and have it again."""
+        """In the middle of a call, be as between two calls, so that the lock can be released."""
         thread = threading.get_ident()
         self._out.add(thread)
         self._attention = self.parking.closed = True
@@ -472,7 +484,7 @@ class Core(Owner):
             self._inside = False
             yield
         finally:
-            # Another thread can be inside only while it holds the lock, which is ours again.
+            # Another thread can be inside only while it holds the lock, and we have it again.
             self._inside = True
             self._out.discard(thread)
         self._free_noted()

@@ -21,12 +21,12 @@ def _sums(store: StreamedStore) -> dict[int, int]:
 
 
 def fragmentation(free: int, largest: int) -> float:
-    """(free - largest free) / free: 0 if all that is free is one block."""
+    """(free - largest free) / free: 0 if all free memory is one block."""
     return (free - largest) / free if free else 0.0
 
 
 def failure(store: StreamedStore, request: Request) -> str:
-    """What failed, where the memory is, how fragmented it is, and what to do."""
+    """The message for a failed request: where the memory is, how fragmented, and what to do."""
     sums = _sums(store)
     free = list(store.free_blocks())
     pool = request.home.pool
@@ -78,19 +78,19 @@ def _remedy(store: StreamedStore, request: Request, sums: dict[int, int], elsewh
             steps.append("free something")
         elif store.reserved and store.privates:
             steps.append("release a private pool")
-    # Without a limit it was the source that refused, and others have its memory.
+    # Without a limit it was the source that refused, and others hold its memory.
     text = ", or ".join(steps or ["ask for less, or free what others have of the source's memory"])
     return text[0].upper() + text[1:]
 
 
 def _could_serve(store: StreamedStore, request: Request) -> bool:
-    """Whether a segment that is there would be large enough if it were free."""
+    """Whether one of the segments would be large enough if it were free."""
     pool = request.home.pool
     return any(at.pool is pool and at.size >= request.size for at in store.segments.values())
 
 
 def wrong_free(store: StreamedStore, address: object) -> DevallocError:
-    """The error for freeing what is no live allocation."""
+    """The error for freeing something that is not a live allocation."""
     if isinstance(address, bool) or not isinstance(address, int):
         return InvalidArgument(f"an address is an int, not {address!r}")
     block = next(
@@ -120,7 +120,7 @@ def wrong_free(store: StreamedStore, address: object) -> DevallocError:
 
 
 def report(store: StreamedStore) -> str:
-    """Bins with their chunks, totals, and one character for each hundredth of the memory."""
+    """Totals, bins with their chunks, and one character for each hundredth of the memory."""
     count, used, free = [0] * BINS, [0] * BINS, [0] * BINS
     largest = 0
     for block in store.blocks.values():

@@ -1,4 +1,4 @@
-"""One failure does not stop the rest."""
+"""Do something for all items, even if it fails for some."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def for_each(action: Callable[[T], object], items: Iterable[T]) -> None:
-    """Call ``action`` with every item, whatever it raises; then raise the first error."""
+    """Call ``action`` with every item, even if it raises; then raise the first error."""
     first: BaseException | None = None
     try:
         for item in items:
@@ -20,4 +20,4 @@ def for_each(action: Callable[[T], object], items: Iterable[T]) -> None:
         if first is not None:
             raise first
     finally:
-        first = None  # whose traceback refers to this frame, and so to all callers
+        first = None  # its traceback refers to this frame, and so to all callers

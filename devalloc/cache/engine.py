@@ -19,15 +19,15 @@ class Cache(Graphs, Reports):
     source : Source
         Where segments come from. Its granularity must be a multiple of 256 bytes.
     policy : str or Policy
-        ``"torch"``, ``"tiny"``, ``"bfc"``, ``"auto_growth"``, ``"frugal"``, or an object with
-        options.
+        ``"torch"``, ``"tiny"``, ``"bfc"``, ``"auto_growth"``, ``"frugal"``, or a policy object
+        with options.
     limit : int or str, optional
-        Most bytes reserved from the source. Checked before the source is asked.
+        The most bytes that are reserved from the source. Checked before the source is asked.
     streams : Streams, optional
-        Default: torch's CUDA streams if the source's device is one, else none.
+        Default: torch's CUDA streams if the source is on a CUDA device, else `HostStreams`.
     share_streams : bool
-        A request that its own stream's free blocks cannot serve takes those of another stream,
-        and its stream is made to wait for what is queued on that one.
+        A request that the free blocks of its own stream cannot serve takes those of another
+        stream, and its stream is made to wait for the work that is queued on that one.
 
     Raises
     ------
@@ -36,18 +36,20 @@ class Cache(Graphs, Reports):
 
     Notes
     -----
-    All methods may be called from any thread. A block is owned by the stream it was allocated on:
-    it is given out again on that stream at once, on others only as C2 allows. `malloc` and `free`
-    never wait for the device, unless the source does or memory runs out.
+    All methods may be called from any thread. A block is owned by the stream it was allocated on.
+    Once freed, it may be given out again on that stream at once, and on others only as invariant C2
+    allows (docs/host.md). `malloc` and `free` never wait for the device, unless the source does,
+    memory runs out, or the cache is closed.
     """
 
     # Streams --------------------------------------------------------------------------------------
 
     def record_stream(self, address: int, stream: int) -> None:
-        """Say that ``stream`` uses the block too.
+        """Say that ``stream`` also uses the block.
 
-        A later free waits, without blocking anybody, for what is queued on ``stream`` until then.
-        The stream that owns the block is ignored.
+        After its free the block becomes available only when the work that was queued on ``stream``
+        at that time is done; the free itself does not wait. The stream that owns the block is
+        ignored. Raises InvalidArgument if no block lives at ``address``.
         """
         with self._entered() as store:
             block = self._live(address)
@@ -55,7 +57,7 @@ class Cache(Graphs, Reports):
                 store.uses.setdefault(address, set()).add(stream)
 
     def forget_stream(self, stream: int) -> None:
-        """Call before ``stream`` is destroyed: what it owns goes to the default stream.
+        """Give what ``stream`` owns to the default stream. Call it before ``stream`` is destroyed.
 
         Waits for the device.
 
@@ -69,14 +71,15 @@ class Cache(Graphs, Reports):
                 raise InvalidArgument("the default stream cannot be forgotten")
             if store.captures:
                 raise InvalidArgument("a stream cannot be forgotten during a capture")
-            self.parking.forget_stream(stream)  # first: what ends meanwhile must not be parked
+            # First: a block whose user ends meanwhile must not be parked.
+            self.parking.forget_stream(stream)
             store.forget_stream(stream)
 
     def order_behind(self, address: int, stream: int) -> None:
         """Order what the block's stream does from now on behind what is queued on ``stream`` now.
 
-        The stream is the one that owns the block by now (`forget_stream`). Also for finalizers that
-        interrupt this cache.
+        The block's stream is the one that owns it now, which `forget_stream` may have changed.
+        Finalizers that interrupt this cache may call it too.
         """
         with self._lock:
             owner = self._live(address).home.stream
@@ -84,34 +87,35 @@ class Cache(Graphs, Reports):
                 self.streams.wait(owner, self.streams.record(stream))
 
     def process_events(self) -> None:
-        """Make freed blocks available whose streams are done; every malloc does it too."""
+        """Make pending blocks free whose streams are done with them. Every malloc does so too."""
         with self._entered() as store:
             store.process_events()
 
     def set_safe_frontier(self, time: int) -> None:
-        """With time stamps: all work up to before the free number ``time`` is done."""
+        """With time stamps: say that the work of all frees before number ``time`` is done."""
         with self._entered():
             self._stamping_policy().set_safe_frontier(time)
 
     @property
     def clock(self) -> int:
-        """With time stamps: how many frees there were."""
+        """With time stamps: the number of frees so far."""
         return self._stamping_policy().clock
 
     # Upkeep ---------------------------------------------------------------------------------------
 
     @property
     def limit(self) -> int | None:
-        """Most bytes reserved from the source, or None."""
+        """The most bytes that are reserved from the source, or None."""
         return self._store.limit
 
     def set_limit(self, limit: int | str | None) -> None:
-        """Change the limit; idle memory above it goes back to the source.
+        """Change the limit. If more is reserved than that, all idle memory goes to the source.
 
         Raises
         ------
         InvalidArgument
-            If what is in use does not fit into it; the limit is as before then.
+            If the memory in use does not fit into the new limit, or the policy cannot work with it;
+            then the limit stays as it was.
         """
         bound = None if limit is None else parse_size(limit)
         with self._entered() as store:
@@ -130,7 +134,7 @@ class Cache(Graphs, Reports):
                 raise
 
     def empty_cache(self) -> int:
-        """Give all idle segments back to the source; their bytes.
+        """Give all idle segments back to the source; returns their bytes.
 
         Waits for streams that still use freed blocks. Does nothing during a capture.
         """
@@ -140,10 +144,11 @@ class Cache(Graphs, Reports):
             return before - store.reserved
 
     def on_low_memory(self, callback: Callable[[], object]) -> None:
-        """Call ``callback``, which may free blocks, before the source is asked for more.
+        """Have ``callback``, which may free blocks, called before the source is asked for more.
 
-        It runs on the thread that allocates, on several at once if several do, and holds no lock of
-        this cache: two caches may empty each other. It must not allocate from this cache.
+        It runs on the allocating thread, and on several threads at once if several allocate. The
+        cache's lock is not held, so two caches may empty each other. The callback must not allocate
+        from this cache.
         """
         with self._entered():
             self._holders.append(callback)

@@ -1,7 +1,7 @@
-"""What finalizers ask for in the middle of a call, done when it is over.
+"""Do what finalizers asked for in the middle of a call, when that call is over.
 
-Nobody waits for the result by then, and whose call it is has nothing to do with it: so errors go
-where Python puts those of finalizers, to `sys.unraisablehook`.
+By then nobody waits for the result, and the interrupted call has nothing to do with it. So errors
+go where Python sends those of finalizers, to `sys.unraisablehook`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class _Unraisable:
-    """Its end raises: the hook has no other entrance from Python."""
+    """Raises an error in its finalizer, because Python code cannot call the hook otherwise."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -23,7 +23,7 @@ class _Unraisable:
 
 
 def for_finalizers(action: Callable[[T], object], items: Iterable[T]) -> None:
-    """Call ``action`` with every item; tell `sys.unraisablehook` what it raises."""
+    """Call ``action`` with every item; what it raises goes to `sys.unraisablehook`."""
     for item in items:
         try:
             action(item)

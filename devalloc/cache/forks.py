@@ -1,10 +1,10 @@
-"""Caches across a fork: no lock that nobody in the child would release.
+"""Caches across a fork: the child must not have locks that nothing there would release.
 
-The forking thread holds the locks of all caches meanwhile, so that the child finds each as it is
-between two calls. Whoever has one of them may be waiting for another, in a finalizer for instance:
-so one that cannot be had soon lets all go, and it begins again. A call that lasts longer waits for
-its source or its streams, which is not in the middle of any change: after some seconds the fork
-goes on, and the child has a new lock.
+The forking thread holds the locks of all caches during the fork, so that the child finds each cache
+as it is between two calls. A thread that holds one of these locks may be waiting for another, in a
+finalizer for instance. So if one lock cannot be had soon, the forking thread releases all of them
+and begins again. A call that lasts longer is waiting for its source or its streams, and so is not
+in the middle of any change: after some seconds the fork goes on, and the child gets a new lock.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 _SLICE_S = 0.05
 _PATIENCE_S = 5.0
 
-# References, and not a set of the caches: a copy of it is one operation, which no thread divides.
+# References to the caches, so that copying the set is one operation that no thread interrupts.
 _CACHES: set[weakref.ref[Core]] = set()
-# What each thread that is about to fork holds.
+# The caches whose locks each thread that is about to fork holds.
 _HELD: dict[int, list[Core]] = {}
 
 
 def watch(cache: Core) -> None:
-    """Hold the lock of ``cache`` across forks, as long as it lives."""
+    """Hold the lock of ``cache`` during forks, as long as the cache lives."""
     _CACHES.add(weakref.ref(cache, _CACHES.discard))
 
 
@@ -39,7 +39,7 @@ def _living() -> list[Core]:
 def _before() -> None:
     caches = _living()
     deadline = time.monotonic() + _PATIENCE_S
-    # Known at once: Ctrl-C ends this function and not the fork, and what is held must be let go.
+    # Entered at once: Ctrl-C ends this function but not the fork, and locks must be released.
     held = _HELD[threading.get_ident()] = []
     while True:
         late = time.monotonic() > deadline

@@ -1,4 +1,4 @@
-"""A policy of our own: hold as little memory as the program's peak allows."""
+"""A policy of this project: hold as little memory as the program's peak allows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REMEMBERED = 256
 
 
 class _GivenBack(NamedTuple):
-    """What it would still serve: requests of its pool, small or large, and stream."""
+    """A segment that was given back: it would serve requests of its size, pool and stream."""
 
     size: int
     pool: int
@@ -37,46 +37,48 @@ class _GivenBack(NamedTuple):
 
 @dataclasses.dataclass
 class FrugalPolicy(Policy):
-    """No new record of reserved bytes while a segment lies idle.
+    """Sets no new record of reserved bytes while a segment lies idle.
 
-    A miss that would reserve more than ever before first gives idle segments back: the smallest
-    one that covers the excess, or else the largest in turn, and then grows. Below the record it
-    grows at once, so a program in a steady state keeps its segments. Every remainder is split off,
-    and segments are as large as the demand: 2 MiB for blocks of up to 1 MiB, ``medium_segment``
-    for blocks below half of that, else the size up to a multiple of 2 MiB.
+    A miss (a request that no free block serves) that would reserve more than ever before first
+    gives idle segments back: the smallest one that covers the excess, or else the largest ones in
+    turn. Then it grows. Below the record it grows at once, so a program in a steady state keeps its
+    segments. Every remainder is split off, and segments are as large as the demand: 2 MiB for
+    blocks of up to 1 MiB, ``medium_segment`` for larger blocks below half of that, else the size
+    rounded up to a multiple of 2 MiB.
 
     A miss that a segment given back earlier would have served is a regret. With the last of
-    ``patience`` regrets the record rises to what that miss needs, and nothing is given back for it:
-    a program that asks for the same again and again settles instead of paying for every turn.
+    ``patience`` regrets the record rises to what that miss needs, and nothing is given back for it.
+    So a program that asks for the same again and again settles instead of paying at every turn.
 
     Parameters
     ----------
     allowance : int
         Bytes that may be reserved without giving anything back: the first record.
     medium_segment : int
-        Bytes of the segments from which blocks of over 1 MiB and below half of it are cut; a
+        Bytes of the segments from which blocks of over 1 MiB and below half of this are cut; a
         multiple of 2 MiB. With 2 MiB no two such blocks share a new segment; a large value saves
         calls of the source.
     patience : int
-        Regrets, of at least 1, for each rise of the record that demand alone does not call for.
+        How many regrets it takes to raise the record beyond what demand alone calls for; at least
+        1.
 
     Notes
     -----
     Cost: more calls of the source than `TorchPolicy` makes, each of which may wait for the device
-    (cudaFree does, for all streams), and on a miss above the record one pass over the free blocks.
-    An allocation that hits costs the same. An ``allowance`` avoids calls from the start; regrets
-    end them, at the price of memory, in a program that asks for the same again.
+    (cudaFree does, for all streams), and one pass over the free blocks on a miss above the record.
+    An allocation that hits costs the same. An ``allowance`` avoids calls from the start. In a
+    program that asks for the same again, regrets end the calls, at the price of memory.
 
-    Blocks that other streams still use are not waited for unless the source or the limit refuses;
-    then all pending blocks are awaited, and if none of them serves, everything idle is given back
-    and the source is asked once more. During a capture nothing is given back. A change of the
-    limit starts a new record.
+    The policy does not wait for blocks that other streams still use unless the source or the limit
+    refuses. Then it waits for all pending blocks; if none of them serves, it gives back everything
+    that is idle and asks the source once more. During a capture it gives nothing back. A change of
+    the limit starts a new record.
 
-    Source: rounding, the two pools and best fit as PyTorch's; splitting every remainder as
-    Paddle's auto growth; the choice of what to give back as PyTorch's for oversize blocks, which
+    Source: rounding, the two pools and best fit are PyTorch's; splitting every remainder is that of
+    Paddle's auto growth; the choice of what to give back is PyTorch's for oversize blocks, which
     acts only when memory has run out. Remembering what was given back, to learn that it should not
-    have been, as the ghost lists of ARC (Megiddo and Modha, 2003). The record as the trigger is
-    ours.
+    have been, follows the ghost lists of ARC (Megiddo and Modha, 2003). The record as the trigger
+    is new here.
     """
 
     name: ClassVar[str] = "frugal"
@@ -142,7 +144,7 @@ class FrugalPolicy(Policy):
         return round_up(size, ROUND_LARGE)
 
     def _regret(self, store: Store, request: Request) -> bool:
-        """Whether something that was given back would serve now; it is forgotten, and counted."""
+        """Whether a segment that was given back would serve now; it is counted, and forgotten."""
         missed = [
             each
             for each in self._given_back
@@ -156,8 +158,8 @@ class FrugalPolicy(Policy):
         return bool(missed)
 
     def _give_back(self, store: Store, excess: int) -> None:
-        """Release the smallest idle segment of ``excess`` bytes or more, or the largest in turn
-        until what is left of the excess has one or no segment is idle."""
+        """Release the smallest idle segment of at least ``excess`` bytes. If there is none, release
+        the largest one and go on with the rest of the excess, as long as segments are idle."""
         if excess <= 0:
             return
         idle: list[Segment] = []

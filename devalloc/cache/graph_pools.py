@@ -1,13 +1,13 @@
 """Private pools: memory for CUDA graphs, which keep using their addresses when replayed.
 
-A captured graph reads and writes fixed addresses whenever it is replayed. What was allocated in
-its capture comes from pools of its own, so that nobody else is ever given those addresses while
-the graph may run. The pools count the graphs that use them.
+A captured graph reads and writes fixed addresses whenever it is replayed. Memory that is allocated
+during its capture comes from pools of its own, so that nothing else is ever given those addresses
+while the graph may run. The pools count the graphs that use them.
 
-The four combinations: allocated and freed inside the capture, the block is reused in the capture;
-allocated inside and freed outside, it returns to the private pool; allocated outside and freed
-inside, it is held until the capture has ended (the captured work may still refer to it); both
-outside, the graph is not concerned.
+There are four combinations. A block that is allocated and freed inside the capture is reused in the
+capture. One that is allocated inside and freed outside returns to the private pool. One that is
+allocated outside and freed inside is held until the capture has ended, because the captured work
+may still refer to it. If both happen outside, the graph is not concerned.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from devalloc.errors import InvalidArgument
 
 
 class PrivatePool:
-    """A count of graphs and the memory that they share. Made by `Cache.private_pool`, with one use.
+    """Memory that graphs share, and a count of its uses. Made by `Cache.private_pool`.
 
-    Each graph that is captured into it calls `retain`, and `release` when it is destroyed. After
-    the last release idle memory goes back to the source at once, and the rest with the last
-    allocation in it. As a context manager it releases the use it was made with.
+    The count begins with one use. Call `retain` for each graph that is captured into the pool, and
+    `release` when the graph is destroyed. After the last release idle memory goes back to the
+    source at once, and every other segment when the last allocation in it is freed. As a context
+    manager the pool releases the use it was made with.
     """
 
     def __init__(self, cache: Graphs, pools: PoolSet) -> None:
@@ -36,7 +37,7 @@ class PrivatePool:
 
     @property
     def id(self) -> tuple[int, int]:
-        """As ``segment_pool_id`` in snapshots."""
+        """The pool's ``segment_pool_id`` in snapshots."""
         return self.pools.owner
 
     @property
@@ -64,10 +65,10 @@ class PrivatePool:
 
 
 class Graphs(Core):
-    """The engine's part for graphs: their pools, and which allocations go there."""
+    """The engine's part for graphs: their pools, and which allocations go to them."""
 
     def private_pool(self) -> PrivatePool:
-        """Pools of their own for one graph, or for several that share memory."""
+        """A new pool for one graph, or for several that share memory."""
         with self._entered() as store:
             owner = (0, self._next_pool)
             self._next_pool += 1
@@ -87,11 +88,12 @@ class Graphs(Core):
         Parameters
         ----------
         accepts : callable, optional
-            Called with the stream of each allocation, on its thread: whether it goes to the pool.
-            Default: those of this thread.
+            Called with the stream of each allocation, on the allocating thread; returns whether
+            the allocation goes to the pool. Default: all allocations of this thread do.
         capture : bool
-            A stream is being captured meanwhile: no event is queried or recorded, nothing is
-            waited for, and nothing goes back to the source, until the last capture has ended.
+            Whether a stream is being captured meanwhile. Then no event is queried or recorded,
+            nothing is waited for, and nothing goes back to the source until the last capture has
+            ended.
 
         Raises
         ------
@@ -123,7 +125,7 @@ class Graphs(Core):
                 pool.release()
 
     def change_uses(self, pools: PoolSet, change: int) -> None:
-        """One graph more or fewer uses private pools; with none left, idle memory goes back."""
+        """Count one graph more or fewer; when none is left, idle memory goes to the source."""
         with self._entered() as store:
             if pools.uses + change < 0 or store.privates.get(pools.owner) is not pools:
                 raise InvalidArgument(f"the private pool {pools.owner} has been released before")

@@ -1,4 +1,4 @@
-"""What happened, and where in the program: switched on and off, in PyTorch's format.
+"""A record of what happened, and where in the program, in PyTorch's format.
 
 Entries have the keys of ``torch.cuda.memory._snapshot()["device_traces"]``.
 """
@@ -25,7 +25,7 @@ _MAX_FRAMES = 64
 
 
 def _python_stack() -> Frames:
-    """Frames of the calling program, innermost first, without this package's own."""
+    """Frames of the calling program, innermost first, without those of `devalloc.cache`."""
     frames: Frames = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < _MAX_FRAMES:
@@ -39,7 +39,7 @@ def _python_stack() -> Frames:
 
 
 class History:
-    """A ring of events, and the stacks of what is live now."""
+    """A ring of events, and the stacks of the blocks that are live now."""
 
     def __init__(self) -> None:
         self.recording = False

@@ -1,12 +1,12 @@
 """Statistics under PyTorch's names, kept as a log.
 
 An allocation changes up to seven quantities, each with a current value and a peak, for its pool
-and for all pools together: more work than the allocation itself. So the engine appends two ints
-for each event, and NumPy folds thousands of rows at once, when somebody asks or the log is full.
-Peaks are exact: they are the maxima of running sums.
+and for all pools together. That is more work than the allocation itself. So the engine appends two
+ints for each event, and NumPy folds thousands of rows at once, when statistics are asked for or the
+log is full. Peaks are exact: they are the maxima of running sums.
 
-A row is (size | code, requested): sizes are multiples of 256, so the low bits hold what happened
-(`MALLOC`...) and, in bit 0, the pool.
+A row is (size | code | pool, requested). Sizes are multiples of 256, so the low bits are free for
+the code of what happened (`MALLOC`...) and, in bit 0, the pool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SEGMENT_OUT = 16
 
 FULL = 16384
 
-# Each count has its bytes in the same place of the second row; requested bytes are by themselves.
+# _BYTES has the bytes of each count at the same place; requested bytes stand alone.
 _COUNTS = ("allocation", "segment", "active", "inactive_split")
 _BYTES = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes")
 _REQUESTED = "requested_bytes"
@@ -61,10 +61,10 @@ _SIGNS = _sign_tables()
 
 
 class Ledger:
-    """The log of one engine and the sums of what was folded from it.
+    """The log of one engine and the sums of the rows that were folded.
 
-    ``rows`` is appended to by the engine, which calls `fold` when it has `FULL` entries. Blocks and
-    segments of ``oversize`` bytes and more are also counted by themselves.
+    The engine appends to ``rows`` and calls `fold` when there are more than `FULL` ints. Blocks and
+    segments of ``oversize`` bytes and more are counted separately as well.
     """
 
     __slots__ = ("_oversize", "_sums", "oversize", "rows")
@@ -72,7 +72,7 @@ class Ledger:
     def __init__(self, oversize: int | None = None) -> None:
         self.rows: list[int] = []
         self.oversize = oversize
-        # For each quantity and pool: current, peak, gained, lost.
+        # For each quantity and pool: current, peak, sum of gains, sum of losses.
         self._sums = np.zeros((len(QUANTITIES), len(POOLS), 4), dtype=np.int64)
         self._oversize = np.zeros((2, 4), dtype=np.int64)
 
@@ -107,7 +107,7 @@ class Ledger:
 
     @staticmethod
     def _enter(sums: np.ndarray, change: np.ndarray) -> None:
-        """Add running changes to one row of (current, peak, gained, lost)."""
+        """Add successive changes to one row of (current, peak, gained, lost)."""
         running = np.cumsum(change)
         net, total = int(running[-1]), int(np.abs(change).sum())
         sums[1] = max(sums[1], sums[0] + int(running.max()))
@@ -116,7 +116,7 @@ class Ledger:
         sums[3] += (total - net) // 2
 
     def enter_turns(self, size: int, requested: int, pool: int, turns: int) -> None:
-        """A block was freed and handed out again ``turns`` times, with nothing between."""
+        """Count ``turns`` frees of a block that was at once handed out again each time."""
         for name in ("allocation", "active", "allocated_bytes", "active_bytes", _REQUESTED):
             amount = requested if name == _REQUESTED else size if name in _BYTES else 1
             self._sums[QUANTITIES.index(name), (0, 1 + pool), 2:] += amount * turns
@@ -124,7 +124,7 @@ class Ledger:
             self._oversize[0, 2:] += turns
 
     def stats(self) -> dict[str, int]:
-        """Flat names as of ``torch.cuda.memory_stats``: ``allocated_bytes.all.peak``..."""
+        """The sums under the names of ``torch.cuda.memory_stats``: ``active.all.peak``..."""
         self.fold()
         stats = {}
         for at, name in enumerate(QUANTITIES):
@@ -137,18 +137,18 @@ class Ledger:
         return stats
 
     def current(self, name: str) -> int:
-        """The present sum over all pools of one quantity."""
+        """The current value of one quantity over all pools."""
         self.fold()
         return int(self._sums[QUANTITIES.index(name), 0, 0])
 
     def reset_peaks(self) -> None:
-        """Peaks start again from what is there now."""
+        """Start peaks again from the current values."""
         self.fold()
         self._sums[..., 1] = self._sums[..., 0]
         self._oversize[..., 1] = self._oversize[..., 0]
 
     def reset_accumulated(self) -> None:
-        """The sums of all gains and losses start again from zero."""
+        """Start the sums of gains and of losses again from zero."""
         self.fold()
         self._sums[..., 2:] = 0
         self._oversize[..., 2:] = 0

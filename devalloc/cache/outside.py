@@ -2,11 +2,11 @@
 
 PyTorch asks for segments while it holds the lock of its own allocator. A thread that is inside the
 engine may be interrupted by a garbage collection that frees PyTorch's tensors and so waits for that
-lock. Waiting for the engine's lock here would therefore deadlock, and nothing here takes a lock or
-waits for anybody.
+lock. Waiting for the engine's lock here could therefore deadlock, so nothing here takes a lock or
+waits for a thread.
 
 Instead of locking, both sides announce what they are about to take before they compare the sum with
-the limit: of two that race for the last room both may be refused, but never are both served. Single
+the limit. If two race for the last room, both may be refused, but never are both served. Single
 operations on a dict are atomic in CPython, and ``sum`` over its ints is one of them.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Outside:
-    """What others hold of a store's source. Waits for nothing but the source."""
+    """The segments that others hold from a store's source. Waits for nothing but the source."""
 
     __slots__ = ("_held", "_moving", "_store", "_tickets", "allocations", "frees")
 
@@ -31,7 +31,7 @@ class Outside:
         self._store = store
         self._tickets = itertools.count()
         self._held: dict[int, int] = {}
-        # Being asked for or given back, by ticket. Counted twice for a moment rather than not.
+        # Bytes on their way, out or back, by ticket. For a moment counted twice rather than not.
         self._moving: dict[int, int] = {}
         self.allocations = 0
         self.frees = 0
@@ -74,7 +74,7 @@ class Outside:
         return address
 
     def free(self, address: int) -> None:
-        """Give a segment back; waits for the work of the device, as the source does.
+        """Give a segment back; waits for the device if the source does.
 
         Raises
         ------
@@ -97,7 +97,7 @@ class Outside:
         self.frees += 1
 
     def stats(self) -> dict[str, int]:
-        """Beside PyTorch's names, which count the engine's own segments only."""
+        """Counts of these segments; PyTorch's names count only the engine's own."""
         return {
             "outside_segment.current": len(self._held),
             "outside_segment.allocated": self.allocations,

@@ -1,17 +1,18 @@
-"""Blocks whose user has ended and that are not free yet: the next of the same kind takes them.
+"""Blocks whose user has ended and that are not free yet, for the next user of the same kind.
 
-Programs ask for the same things again and again. Whoever hands out objects over blocks
-(`devalloc.tensors`) *parks* a block when its object ends, under a key that says all about it: the
-next request with that key and no call of the engine between takes it as it is. To the engine the
-block has lived on. Whatever the engine is asked first frees what is parked, so it decides, and
-reports, as if every free had come at once; only the choice of the block for an equal request is
-not the policy's.
+Programs ask for the same things again and again. Code that hands out objects over blocks
+(`devalloc.tensors`) *parks* a block when its object ends, under a key that says all about it. The
+next request with that key takes the block as it is, if the engine was not called in between. To the
+engine the block has been live all the time. Every call of the engine first frees what is parked, so
+the engine decides and reports as if each free had come at once; only the choice of the block for an
+equal request is not the policy's.
 
-Concurrency: no lock, for objects end in the midst of anything, of a collection inside the engine
-too. Every step is one operation on a list, a set or a dict, atomic in CPython. `Parking.clear`
-retires the stacks that it empties; who pushes on one looks afterwards whether it is retired, or
-parking closed, and then has the engine free what nobody else would find. Which of two threads takes
-an entry is decided by ``pop``. A closed parking gives nothing out, whatever is pushed late.
+Concurrency: there is no lock, because objects may end in the midst of anything, even of a garbage
+collection inside the engine. Every step is one operation on a list, a set or a dict, which is
+atomic in CPython. `Parking.clear` retires the stacks that it empties. A thread that pushes on a
+stack then checks whether the stack is retired or parking is closed; if so, it has the engine free
+what nobody else would find. If two threads want one entry, ``pop`` decides. A closed parking gives
+nothing out, even if something is pushed late.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ if TYPE_CHECKING:
     from devalloc.cache.core import Core
     from devalloc.cache.store import Store
 
-# What a stay's end is told by, and its cache, live on although nobody else refers to them.
+# Keeps stays alive, with the callbacks that tell their end and their caches.
 _STAYS: set[Stay] = set()
 
 
 class InUse(IndexError):
-    """Others refer to what was parked: there is nothing to take, as in an empty stack."""
+    """Something else refers to what was parked, so it cannot be taken, as from an empty stack."""
 
 
 class Stay:
-    """One block from its allocation to its free, with all its users in turn.
+    """One block from its allocation to its free, with all its users, one after the other.
 
     Attributes
     ----------
@@ -40,11 +41,13 @@ class Stay:
         The engine.
     address : int
     key : tuple
-        What a request must be equal to; the last entry is the stream that owns the block.
+        A request must have an equal key; the last entry is the stream that owns the block.
     turns : int
-        Users after the first. Changed only by who took the stay from its stack.
+        Users after the first. Changed only by the thread that took the stay from its stack.
+    told : int
+        How many of the turns have been noted for the ledger.
     stack : Stack
-        Where it was parked last, which spares looking it up by the key; or one that is retired.
+        Where the stay was parked last, which saves looking it up by the key; or a retired stack.
     """
 
     __slots__ = ("address", "cache", "key", "stack", "told", "turns")
@@ -57,22 +60,24 @@ class Stay:
     stack: Stack
 
     def take(self) -> Any:
-        """For who took the stay from its stack: the object for the next user.
+        """The object for the next user. Called by the thread that took the stay from its stack.
 
         Raises
         ------
         InUse
-            If others refer to the block for all that. It is freed when the last of them ends.
+            If something else still refers to the block. It is freed when the last reference ends.
         """
         raise NotImplementedError
 
     def vacate(self) -> bool:
-        """For who took the stay from its stack: whether the block may be freed. If not, it is
-        freed when the last who refers to it ends."""
+        """Whether the block may be freed. Called by the thread that took the stay from its stack.
+
+        If not, the block is freed when the last reference to it ends.
+        """
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Let go of the object: the block is being freed."""
+        """Drop the object, because the block is being freed."""
         raise NotImplementedError
 
     def exclude(self) -> None:
@@ -81,7 +86,7 @@ class Stay:
 
 
 class Stack(list[Stay]):
-    """What is parked under one key."""
+    """The stays that are parked under one key."""
 
     __slots__ = ("retired",)
 
@@ -94,21 +99,21 @@ _NOWHERE.retired = True
 
 
 class Parking:
-    """What is parked of one engine.
+    """The parked blocks of one engine.
 
     Parameters
     ----------
     store : Store
-        The engine's.
+        The engine's store.
     settle : callable
-        The engine's: frees what is parked, at once or with its next call.
+        The engine's function that frees what is parked, at once or with its next call.
 
     Attributes
     ----------
     closed : bool
         Set by the engine while frees must reach it at once.
     stacks : dict
-        By key, what was parked since the engine looked last.
+        By key, the stays that were parked since the engine last looked.
     """
 
     __slots__ = ("_settle", "_store", "_turned", "closed", "stacks")
@@ -118,18 +123,18 @@ class Parking:
         self._settle = settle
         self.closed = True
         self.stacks: dict[tuple[Hashable, ...], Stack] = {}
-        # Of stays that have ended: (size, requested, pool, turns), not yet in the sums.
+        # (size, requested, pool, turns) of stays, not yet in the ledger's sums.
         self._turned: list[tuple[int, int, int, int]] = []
 
     # Without a lock -------------------------------------------------------------------------------
 
     def enter(self, stay: Stay) -> None:
-        """Keep a new stay until it ends."""
+        """Keep a new stay alive until it ends."""
         stay.stack = _NOWHERE
         _STAYS.add(stay)
 
     def park(self, stay: Stay) -> None:
-        """Leave the block to the next user. Not while `closed`."""
+        """Leave the block to the next user. Not to be called while `closed`."""
         while True:
             stack = stay.stack
             if stack.retired:
@@ -137,7 +142,7 @@ class Parking:
             stack.append(stay)
             if not stack.retired:
                 break
-            # Emptied after it was looked at, and nobody will look again: take one out.
+            # It was emptied in between, and nobody will look at it again: take one out.
             try:
                 stay = stack.pop()
             except IndexError:
@@ -161,8 +166,10 @@ class Parking:
     # For the engine, under its lock ---------------------------------------------------------------
 
     def clear(self) -> Iterator[int]:
-        """Take everything out; yields the addresses, which are to be freed. What others refer to
-        for all that is left to them."""
+        """Take everything out and yield the addresses, which the caller must free.
+
+        A block that something else still refers to is left to that reference.
+        """
         while self.stacks:
             _, stack = self.stacks.popitem()
             stack.retired = True
@@ -182,13 +189,13 @@ class Parking:
             self._enter_turns()
 
     def count(self) -> None:
-        """Enter the turns of all stays, parked or not, into the ledger."""
+        """Enter the turns of all stays, parked or not, in the ledger."""
         for stay in self._stays():
             self._note_turns(stay)
         self._enter_turns()
 
     def _stays(self) -> list[Stay]:
-        # (A copy of a set is one operation; to go through one, as `tuple` does, is not.)
+        # (Copying a set is one atomic operation; iterating over it, as `tuple` does, is not.)
         return [stay for stay in _STAYS.copy() if stay.cache.parking is self]
 
     def _enter_turns(self) -> None:
@@ -196,7 +203,7 @@ class Parking:
             self._store.ledger.enter_turns(*self._turned.pop())
 
     def forget_stream(self, stream: int) -> None:
-        """Blocks that ``stream`` owns are about to have another owner: their keys will be wrong."""
+        """Never park blocks of ``stream`` again: their owner changes, so their keys are wrong."""
         for stay in self._stays():
             if stay.key[-1] == stream:
                 stay.exclude()

@@ -16,12 +16,12 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(policy: str | Policy, **options: object) -> Policy:
-    """A policy by name with options; an object is returned as it is.
+    """The policy of this name with these options; a policy object is returned as it is.
 
     Raises
     ------
     InvalidArgument
-        For an unknown name or option, or a value that makes no sense.
+        For an unknown name or option, or an invalid value.
     """
     if isinstance(policy, Policy):
         return policy

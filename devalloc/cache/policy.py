@@ -1,8 +1,9 @@
 """What a policy decides, and the simplest one.
 
-A policy is a small object: how sizes are rounded, which pool they go to, which free block serves,
-whether it is split, and which steps are tried in which order when none serves. The engine does
-everything else. An engine works with a copy of its own, so a policy may keep state.
+A policy is a small object. It decides how sizes are rounded, which pool they go to, which free
+block serves, whether that block is split, and which steps are tried in which order when no block
+serves. The engine does everything else. Each engine works with its own copy, so a policy may keep
+state.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ class Policy:
     zero_is_null: ClassVar[bool] = True
 
     def attach(self, store: Store) -> None:
-        """Begin to serve one engine, or go on with another limit: check options against it, forget
-        what was learnt under the one before."""
+        """Begin to serve an engine, or continue under a new limit.
+
+        Check the options against the limit and forget what was learnt under the previous one.
+        """
 
     def bind(self) -> Policy:
         """A copy for one engine."""
@@ -60,19 +63,23 @@ class Policy:
 
     @property
     def careful(self) -> bool:
-        """Whether every call must come by `find` and `freed`: the engine has a shorter way for
-        exact fits otherwise."""
+        """Whether every call must go through `find` and `freed`.
+
+        Otherwise the engine has a shorter way for exact fits.
+        """
         return False
 
     @property
     def best_fit(self) -> bool:
-        """Whether the smallest block that is large enough serves, at the lowest address; the store
-        then asks the list itself and not `find`."""
+        """Whether the smallest block that is large enough serves, at the lowest address.
+
+        The store then searches the free list itself and does not call `find`.
+        """
         return type(self).find is Policy.find
 
     @property
     def retry_wait_s(self) -> float:
-        """How long a failing request waits for a free by another thread."""
+        """Seconds that a failing request waits for a free by another thread."""
         return 0.0
 
     def round(self, nbytes: int) -> int:
@@ -84,16 +91,21 @@ class Policy:
         return 1
 
     def find(self, store: Store, home: FreeList, size: int, freed_before: int | None) -> int | None:
-        """The address of the free block to use for ``size`` bytes, or None, unless `best_fit`."""
+        """The address of the free block to use for ``size`` bytes, or None.
+
+        Not called if `best_fit`.
+        """
         raise NotImplementedError
 
     def splits(self, index: int, whole: int, size: int) -> bool:
-        """Whether ``size`` bytes are cut from a block of ``whole`` of pool ``index``."""
+        """Whether ``size`` bytes are cut from a block of ``whole`` bytes in pool ``index``."""
         raise NotImplementedError
 
     def miss(self, store: Store, request: Request) -> Block | None:
-        """The steps after no free block served, nor what callbacks freed, in order; None when all
-        failed."""
+        """The steps to take, in order, when neither a free block nor what callbacks freed served.
+
+        None if all of them failed.
+        """
         raise NotImplementedError
 
     def freed(self, store: Store, block: Block) -> None:
@@ -119,7 +131,8 @@ def two_pool_segment(size: int) -> int:
 
 @dataclasses.dataclass
 class TinyPolicy(Policy):
-    """TinyTorch's: two pools, best fit, split by pool, one retry after releasing what is idle."""
+    """TinyTorch's rules: two pools, best fit, a rule for splitting in each pool, and one retry
+    after releasing idle segments."""
 
     name: ClassVar[str] = "tiny"
     zero_is_null: ClassVar[bool] = False
@@ -144,12 +157,12 @@ class TinyPolicy(Policy):
 
 
 def require_count(name: str, value: object, low: int) -> None:
-    """Refuse what is no int of at least ``low``."""
+    """Refuse a value that is not an int of at least ``low``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise InvalidArgument(f"{name} must be an int of at least {low}, not {value!r}")
 
 
 def require_fraction(name: str, value: object, high: float) -> None:
-    """Refuse what is no number from 0 up to ``high``."""
+    """Refuse a value that is not a number from 0 to ``high``."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
         raise InvalidArgument(f"{name} must be a number from 0 to {high}, not {value!r}")

@@ -1,4 +1,4 @@
-"""What a cache says of itself: statistics, history, snapshots, the report, and its audit."""
+"""Reports of a cache: statistics, history, snapshots, a text for people, and the audit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from devalloc.cache.core import Core
 
 
 class Reports(Core):
-    """The engine's part for those who look at it."""
+    """The engine's part for looking at it."""
 
     def record_history(
         self, enabled: str | None = "all", *, max_entries: int = 100_000, stacks: bool = True
@@ -18,11 +18,12 @@ class Reports(Core):
         Parameters
         ----------
         enabled : {"all", "state", None}
-            Events and where live blocks were allocated; the latter only; nothing.
+            "all" records events, and where live blocks were allocated; "state" only the latter;
+            None nothing.
         max_entries : int
-            Events kept; the oldest go first.
+            How many events are kept; the oldest are dropped first.
         stacks : bool
-            With the Python stack of each event.
+            Whether to record the Python stack of each event.
         """
         with self._entered() as store:
             store.history.configure(enabled, max_entries, stacks)
@@ -34,12 +35,12 @@ class Reports(Core):
             return store.stats()
 
     def reset_peaks(self) -> None:
-        """Peaks start again from what is there now."""
+        """Start peaks again from the current values."""
         with self._entered() as store:
             store.ledger.reset_peaks()
 
     def reset_accumulated(self) -> None:
-        """The ``allocated`` and ``freed`` sums and the counts start again from zero."""
+        """Start the ``allocated`` and ``freed`` sums and the ``num_`` counts again from zero."""
         with self._entered() as store:
             self.parking.count()
             store.ledger.reset_accumulated()
@@ -51,12 +52,18 @@ class Reports(Core):
             return snapshot.take(store)
 
     def report(self) -> str:
-        """Bins, the largest free block, fragmentation, and a picture of the occupancy."""
+        """A text with bins, the largest free block, fragmentation, and a picture of occupancy."""
         with self._entered() as store:
             return describe.report(store)
 
     def audit(self) -> None:
-        """Check C1 to C3; raises CorruptionError naming the one that does not hold."""
+        """Check invariants C1 to C3 (docs/host.md).
+
+        Raises
+        ------
+        CorruptionError
+            Its message names the invariant that does not hold.
+        """
         with self._entered() as store:
             audit.check(store)
 
@@ -72,6 +79,6 @@ class Reports(Core):
             return block is not None and block.state == LIVE
 
     def size_of(self, address: int) -> int:
-        """Usable bytes of the allocation at ``address``."""
+        """Usable bytes of the allocation at ``address``; InvalidArgument if there is none."""
         with self._entered():
             return self._live(address).size

@@ -15,7 +15,7 @@ _STATES = {FREE: "inactive", LIVE: "active_allocated", PENDING: "active_pending_
 
 
 def take(store: StreamedStore) -> dict[str, object]:
-    """The whole state, segments by address."""
+    """The state of the whole cache, segments by address."""
     store.history.snapshot_taken()
     device = store.source.device.index or 0
     traces: list[list[dict[str, object]]] = [[] for _ in range(device)]

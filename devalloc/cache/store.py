@@ -6,8 +6,8 @@ C1  The blocks of a segment tile it; no two free neighbours could be merged (sam
     stamp); every free block is in exactly one free list, that of its home.
 C3  ``reserved`` is the sum of the segments.
 
-Every step leaves both intact also when it raises: the source is asked first, and what it answers
-is entered afterwards.
+Every step preserves both even when it raises: the source is called first, and its result is entered
+afterwards.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class Request:
-    """One allocation on its way: asked bytes, rounded bytes, pool, stream.
+    """One allocation under way: requested bytes, rounded bytes, pool, stream.
 
     ``freed_before``, if not None, is the time up to which frees are known to be done for this
     caller, who does not work in the order of the owner's stream. ``segment`` is the bytes of the
-    segment that was last wanted for it, 0 if none was.
+    segment that was last asked for on its behalf, 0 if none was.
     """
 
     __slots__ = ("freed_before", "index", "nbytes", "pools", "segment", "size", "stream")
@@ -87,7 +87,7 @@ class Store:
     # What the engine adds: streams, history -------------------------------------------------------
 
     def around_source(self) -> AbstractContextManager[None]:
-        """Entered around every call of the source."""
+        """A context that is entered around every call of the source."""
         return nullcontext()
 
     def may_release(self) -> bool:
@@ -98,7 +98,7 @@ class Store:
         """Order what is queued on ``stream`` from now on behind all that is on ``behind``."""
 
     def wait_for_events(self) -> None:
-        """Wait for the streams that keep freed blocks in use, so that these become free."""
+        """Wait for the streams that still use freed blocks, so that these become free."""
 
     def segment_changed(self, segment: Segment, action: str) -> None:
         """Called after ``segment_alloc`` and ``segment_free``."""
@@ -125,7 +125,7 @@ class Store:
         return self.find(request.home, request.size, request.nbytes, request.freed_before)
 
     def carve(self, block: Block, home: FreeList, size: int, nbytes: int) -> Block:
-        """Hand out a free block, or the part of it that the policy cuts off, to ``home``'s stream.
+        """Hand out a free block, or the part that the policy cuts off, to the stream of ``home``.
 
         ``nbytes`` is what the caller asked for.
         """
@@ -152,8 +152,11 @@ class Store:
         return block
 
     def find_elsewhere(self, request: Request) -> Block | None:
-        """Take the best block that another stream owns, or else all that the others own; what is
-        queued on the request's stream from now on is ordered behind theirs. Only if `shared`."""
+        """Take the best block that another stream owns, or else merge all that the others own.
+
+        Work that is queued on the request's stream from now on is ordered behind theirs. Only for
+        stores that are `shared`.
+        """
         pool = request.home.pool
         best: tuple[int, int] | None = None
         owner: FreeList | None = None
@@ -169,8 +172,10 @@ class Store:
         return None
 
     def adopt(self, pool: Pool, home: FreeList) -> bool:
-        """Move the free blocks of all other streams to ``home``, whose stream is ordered behind
-        them, and merge them; whether there were any."""
+        """Move the free blocks of all other streams to ``home`` and merge them.
+
+        The stream of ``home`` is ordered behind the others. Returns whether there were any blocks.
+        """
         moved = False
         for other in [at for at in pool.lists.values() if at is not home]:
             addresses = [address for _, address in other]
@@ -181,13 +186,15 @@ class Store:
                 self._move(self.blocks[address], home)
             for address in addresses:
                 if address in self.blocks:
-                    # Whoever merges keeps the later stamp.
+                    # A merged block keeps the later stamp.
                     self.settle(self.blocks[address], ignore_stamps=True)
         return moved
 
     def unite(self, segment: Segment) -> bool:
-        """Make one block of a segment that is free throughout, whoever owned what of it; whether
-        it is. The owner's stream is ordered behind the others."""
+        """Make one block of a segment if all of it is free, whichever streams own its blocks.
+
+        The stream of its first block is ordered behind the others. Returns whether all is free.
+        """
         if segment.idle:
             return True
         if not self.shared or any(block.state != FREE for block in segment.blocks()):
@@ -202,14 +209,16 @@ class Store:
         return True
 
     def _move(self, block: Block, home: FreeList) -> None:
-        """Make a free block another stream's."""
+        """Give a free block to another stream."""
         block.home.remove(block.size, block.address)
         block.home = home
         home.add(block.size, block.address)
 
     def _cut(self, block: Block, at: int) -> Block:
-        """Cut a free block, which is in no list, ``at`` bytes from its start; enter the part that
-        stays free and return the other."""
+        """Cut a free block, which is in no list, ``at`` bytes from its start.
+
+        Enters the part that stays free in its list and returns the other.
+        """
         after, owner = block.next, block.home
         address = block.address + at
         tail = Block(address, block.size - at, 0, FREE, owner, block.segment, block, after)
@@ -231,7 +240,7 @@ class Store:
     def put_back(self, block: Block, code: int = rows.FREE) -> Block:
         """Make a block free and merge it with its free neighbours; return the result.
 
-        ``code`` is what the ledger enters for it.
+        ``code`` is the ledger's code for what happens.
         """
         index = block.home.pool.index
         log = self.ledger.rows
@@ -256,7 +265,7 @@ class Store:
         if stamps and block.address in stamps and not ignore_stamps:
             return block
         strict = stamps if not ignore_stamps else ()
-        # More than one on a side: what could not be merged because of a stamp, or of an owner.
+        # There may be several on a side that a stamp or another owner kept from being merged.
         before = block.prev
         while (
             before is not None
@@ -278,7 +287,7 @@ class Store:
         return block
 
     def settle(self, block: Block, ignore_stamps: bool) -> Block:
-        """Take a free block out of its list, merge it, and enter what comes out."""
+        """Take a free block out of its list, merge it, and enter the result."""
         index = block.home.pool.index
         log = self.ledger.rows
         if block.next is not None or block.prev is not None:
@@ -291,7 +300,7 @@ class Store:
         return block
 
     def _join(self, first: Block, second: Block, listed: Block) -> Block:
-        """Make one of two neighbours; ``listed`` is the one that was in a free list."""
+        """Join two neighbours; ``listed`` is the one that was in a free list."""
         log = self.ledger.rows
         home = listed.home
         home.remove(listed.size, listed.address)
@@ -310,19 +319,19 @@ class Store:
     # Segments -------------------------------------------------------------------------------------
 
     def room(self) -> int | None:
-        """Bytes that the limit still allows to be asked from the source; None without a limit."""
+        """Bytes that the limit still allows to take from the source; None without a limit."""
         return None if self.limit is None else self.limit - self.taken
 
     @property
     def taken(self) -> int:
-        """Bytes that count against the limit: own segments, those of others, those on the way."""
+        """Bytes that count against the limit: own segments, those of `outside`, those asked for."""
         return self.reserved + self.asking + self.outside.reserved
 
     def grow(self, request: Request, nbytes: int) -> Block | None:
         """Ask the source for a segment and serve the request from it.
 
-        The limit is checked first. None if either says no; `failure` then has the source's error,
-        until the request is over.
+        The limit is checked first. Returns None if the limit or the source refuses; `failure` then
+        has the source's error, if there is one, until the request is over.
         """
         self.failure = None
         self.asking = nbytes
@@ -356,7 +365,7 @@ class Store:
         return source.allocate(nbytes, stream) if self.stream_ordered else source.allocate(nbytes)
 
     def release(self, segment: Segment) -> int:
-        """Give an idle segment back to the source; its bytes."""
+        """Give an idle segment back to the source; returns its bytes."""
         block = segment.first
         home = block.home
         self.before_release(segment)
@@ -378,7 +387,7 @@ class Store:
         return segment.size
 
     def idle_segments(self, pools: PoolSet, index: int) -> list[Segment]:
-        """Segments of one pool that are one free block, by (stream, size, address)."""
+        """The segments of one pool that are one free block, by (stream, size, address)."""
         lists = pools.pools[index].lists
         blocks = (self.blocks[at] for stream in sorted(lists) for _, at in lists[stream])
         return [block.segment for block in blocks if block.prev is None and block.next is None]
@@ -392,15 +401,17 @@ class Store:
         for_each(self.release, [at for index in (1, 0) for at in self.idle_segments(pools, index)])
 
     def release_unused(self, pools: PoolSet) -> None:
-        """Give back what is idle of private pools that no graph uses; forget them when empty."""
+        """Give back idle segments of private pools that no graph uses; drop the pools if empty."""
         if self.may_release():
             self.release_idle(pools)
             if pools.segments == 0:
                 del self.privates[pools.owner]
 
     def release_cached(self) -> int:
-        """Give back every idle segment of the default pools, and of private pools that nobody uses
-        any more. Bytes given back; 0 during a capture."""
+        """Give back every idle segment of the default pools and of private pools without graphs.
+
+        Returns the bytes given back; 0 during a capture.
+        """
         if not self.may_release():
             return 0
         before = self.reserved

@@ -1,13 +1,13 @@
 """The store with streams: deferred frees, captures, and history.
 
-C2  A block is reused on another stream only after an event proves the work done, or the reuse is
-    ordered behind it.
+C2  A block is reused on another stream only after an event has proved that the work on it is done,
+    or if the reuse is ordered behind that work.
 
-``uses``      address -> streams that use a live block besides its owner
+``uses``      address -> streams other than the owner's that use a live block
 ``queues``    stream -> events recorded there when a block was freed, oldest first; a block is
-              pending while it has events, and counted in ``waiting``
-``deferred``  blocks freed during a capture, when no event may be recorded or queried, and those of
-              which recording failed afterwards
+              pending while it has events, and ``waiting`` counts them
+``deferred``  blocks freed during a capture, when no event may be recorded or queried, and blocks
+              for which recording the events has failed
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StreamedStore(Store):
     # Freeing --------------------------------------------------------------------------------------
 
     def complete(self, block: Block, code: int) -> None:
-        """The block is free: nobody uses it any more, or only its owner's stream."""
+        """Make a block free that nothing uses any more, except perhaps its owner's stream."""
         self.history.free_completed(block)
         if self._stamping is not None:
             self._stamping.stamp(self, block)
@@ -82,9 +82,9 @@ class StreamedStore(Store):
             self.policy.freed(self, block)
 
     def defer(self, block: Block) -> None:
-        """The block is free once all that use it have done what is queued there now."""
+        """Make a block free once all streams that use it have done what is queued on them now."""
         streams = self.uses.get(block.address, set())
-        # First what can fail: the block lives on then.
+        # What can fail comes first, so that the block is still live if it does.
         events = [] if self.captures else self._record(streams)
         self.uses.pop(block.address, None)
         self.history.free_requested(block)
@@ -95,10 +95,10 @@ class StreamedStore(Store):
         else:
             self._enqueue(block, events)
             if self.closed:
-                self.wait_for_events()  # nobody may ask for them any more
+                self.wait_for_events()  # there may be no later call that looks at them
 
     def postpone(self, block: Block) -> None:
-        """`defer` of a block whose events could not be recorded, until that succeeds."""
+        """`defer` a block whose events could not be recorded until recording succeeds."""
         self.history.free_requested(block)
         self.ledger.rows.extend((block.size | rows.FREE_REQUESTED | block.home.pool.index, 0))
         block.state = PENDING
@@ -124,12 +124,12 @@ class StreamedStore(Store):
             self._finish(block)
 
     def give_back(self) -> None:
-        """Give back all that is idle, with what events still hold; not during a capture."""
+        """Wait for all events and give back everything idle; does nothing during a capture."""
         steps = () if self.captures else (self._record_deferred, self._drain_all)
         for_each(lambda step: step(), (*steps, self.release_cached))
 
     def end_capture(self) -> None:
-        """Treat what was freed during captures, once the last one has ended."""
+        """Deal with what was freed during captures, once the last capture has ended."""
         if not self.captures:
             try:
                 self._record_deferred()
@@ -137,7 +137,7 @@ class StreamedStore(Store):
                 self._release_late()
 
     def _release_late(self) -> None:
-        """Give back what nobody has a use for, and what a capture kept here."""
+        """Give back the unused memory that a capture kept from going back."""
         if self.closed:
             self.give_back()
         else:
@@ -145,7 +145,7 @@ class StreamedStore(Store):
             for_each(self.release_unused, unused)
 
     def _record_deferred(self) -> None:
-        """Record the events that a capture forbade; where that fails, it is tried again later."""
+        """Record the events that a capture forbade; if that fails, it is tried again later."""
         deferred, self.deferred = self.deferred, []
 
         def enqueue(entry: tuple[Block, set[int]]) -> None:
@@ -160,7 +160,7 @@ class StreamedStore(Store):
         for_each(enqueue, deferred)
 
     def process_events(self) -> None:
-        """Free the pending blocks whose events have happened; asks each stream's oldest only."""
+        """Free the pending blocks whose events have happened, oldest first on each stream."""
         if self.captures:
             return
         for stream in list(self.queues):
@@ -175,7 +175,7 @@ class StreamedStore(Store):
         if self.captures:
             return
         if self.deferred:
-            # Not whose call this is: it goes on with what there is.
+            # An error is not that of this call, which goes on with what there is.
             for_finalizers(StreamedStore._record_deferred, [self])
         self._drain_all()
 
@@ -193,7 +193,7 @@ class StreamedStore(Store):
         del self.queues[stream]
 
     def forget_stream(self, stream: int) -> None:
-        """Wait for the device and make the default stream the owner of what ``stream`` owns."""
+        """Wait for the device and give everything that ``stream`` owns to the default stream."""
         self.streams.synchronize()
         if stream in self.queues:
             self._drain(stream)

@@ -1,4 +1,4 @@
-"""Streams and events, as little of them as a caching allocator needs.
+"""Streams and events, no more of them than a caching allocator needs.
 
 A stream is an int: the raw handle on CUDA, any number on the CPU. Handle 0 is the default stream.
 """
@@ -23,7 +23,7 @@ class Event(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Wait until all work before the point is done."""
         ...
 
 
@@ -31,7 +31,7 @@ class Streams(Protocol):
     """The streams of one device."""
 
     def current(self) -> int:
-        """The stream on which this thread works now."""
+        """The stream on which this thread currently works."""
         ...
 
     def record(self, stream: int) -> Event:
@@ -39,7 +39,7 @@ class Streams(Protocol):
         ...
 
     def wait(self, stream: int, event: Event) -> None:
-        """Order what is queued on ``stream`` from now on behind ``event``; does not block."""
+        """Order what is queued on ``stream`` from now on behind ``event``; never blocks."""
         ...
 
     def synchronize(self) -> None:
@@ -51,7 +51,7 @@ class Streams(Protocol):
         ...
 
     def relaxed_capture(self) -> AbstractContextManager[None]:
-        """Within it this thread may call the source although a stream is being captured."""
+        """Within it this thread may call the source while a stream is being captured."""
         ...
 
 
@@ -64,7 +64,7 @@ class _Done:
 
 
 class HostStreams:
-    """The CPU: work is done when it is given, and every event is in the past."""
+    """The CPU: work is done as soon as it is issued, and every event has happened."""
 
     def current(self) -> int:
         return 0

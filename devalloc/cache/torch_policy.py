@@ -28,7 +28,7 @@ INTERVALS = 16
 
 
 def next_division(nbytes: int, divisions: int) -> int:
-    """``nbytes`` up to the next of ``divisions`` equal steps between two powers of two.
+    """``nbytes`` rounded up to the next of ``divisions`` equal steps between two powers of two.
 
     With 4 divisions 1200 gives 1280: the steps are 1024, 1280, 1536, 1792, 2048.
     """
@@ -46,15 +46,16 @@ class TorchPolicy(Policy):
     Parameters
     ----------
     roundup_power2_divisions : int or sequence of 16 ints
-        Steps between two powers of two to which sizes are rounded; a power of two, 0 or 1 for none.
-        One value for all sizes, or one for each interval from 1 MiB to 64 GiB.
+        Number of steps between two powers of two to which sizes are rounded up: a power of two, or
+        0 or 1 for no such rounding. One value for all sizes, or one for each interval from 1 MiB
+        to 64 GiB.
     max_split_size : int, optional
-        Bytes, over 20 MiB. Blocks of this size and more are never split, and smaller requests
-        never take one; larger requests take one that is less than 20 MiB larger. Default: no
-        limit.
+        Bytes, over 20 MiB. Blocks of this size and more are never split. Smaller requests never
+        take such a block; others take one that is less than 20 MiB larger than the request.
+        Default: no limit.
     garbage_collection_threshold : float
-        Fraction of the limit; 0 is off. Before asking the source for more, while over it, idle
-        large blocks that were not used for longer than the average go back to the source.
+        Fraction of the limit; 0 is off. If more than this is reserved when the source is about to
+        be asked, idle large segments of at least average age go back first.
     """
 
     name: ClassVar[str] = "torch"
@@ -84,11 +85,11 @@ class TorchPolicy(Policy):
 
     @classmethod
     def from_settings(cls, settings: str) -> TorchPolicy:
-        """A policy by a string like that of ``PYTORCH_CUDA_ALLOC_CONF``.
+        """A policy from a string like that in ``PYTORCH_CUDA_ALLOC_CONF``.
 
-        Known are ``max_split_size_mb``, ``garbage_collection_threshold``,
+        Known settings are ``max_split_size_mb``, ``garbage_collection_threshold``,
         ``roundup_power2_divisions`` (a value, or ``[256:1,512:2,>:4]`` with MiB as keys) and
-        ``backend:native``. Anything else is an error.
+        ``backend:native``. Anything else raises InvalidArgument.
         """
         return cls(**_parse_settings(settings))  # type: ignore[arg-type]
 
@@ -156,7 +157,7 @@ class TorchPolicy(Policy):
         self._ages[block.address] = block.home.pool.lookups
 
     def _collect(self, store: Store) -> None:
-        """Free idle large blocks of at least average age until reserved <= threshold * limit."""
+        """Release idle large segments of at least average age until the threshold is met."""
         assert store.limit is not None
         target = store.taken - int(self.garbage_collection_threshold * store.limit)
         if target <= 0:
@@ -168,7 +169,7 @@ class TorchPolicy(Policy):
         }
         reclaimed = 0
         while reclaimed < target and idle:
-            # Everything of at least this age goes: stopping at the target would collect again soon.
+            # All of at least this age go: if it stopped at the target, it would soon be back here.
             average = sum(idle.values()) / len(idle)
             for segment in [at for at, age in idle.items() if age >= average]:
                 del idle[segment]
@@ -176,8 +177,8 @@ class TorchPolicy(Policy):
                 reclaimed += store.release(segment)
 
     def _release_oversize(self, store: Store, request: Request) -> bool:
-        """Free one cached oversize block that is large enough, or the largest until together they
-        are; only those of the request's stream. False if that does not suffice."""
+        """Release one cached oversize block that is large enough, or else the largest ones until
+        together they are. Only blocks of the request's stream. False if they are not enough."""
         if self.max_split_size is None:
             return False
         wanted = max(request.size, self.max_split_size)
@@ -231,7 +232,7 @@ def _setting(name: str, value: str) -> dict[str, object]:
 
 
 def _intervals(text: str) -> tuple[int, ...]:
-    """``256:1,512:2,>:4``: the first value also holds below its interval, ``>`` for the rest."""
+    """``256:1,512:2,>:4``: the first value also holds below its interval, ``>`` above the last."""
     divisions = [0] * INTERVALS
     last: int | None = None
     for part in text.split(","):

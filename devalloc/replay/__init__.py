@@ -1,1 +1,1 @@
-"""Recorded allocations, replayed through every policy of the host allocator, on any machine."""
+"""Replays recorded allocations through every policy of the host allocator, on any machine."""

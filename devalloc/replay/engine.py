@@ -1,7 +1,7 @@
-"""Replaying: what an allocator would have reserved, had it served the recorded program.
+"""Replaying: what an allocator would have reserved if it had served the recorded program.
 
 Memory is simulated (`SimulatedSource`), so any trace can be replayed on any machine. An allocator
-runs twice over fresh memory: once against the clock, once with a look after every event.
+runs twice over fresh memory: once against the clock, and once with a look at it after every event.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from devalloc.sources import SimulatedSource, Source
 
 
 class Allocator(Protocol):
-    """What is replayed: blocks for sizes and streams, over a source.
+    """What a trace is replayed through: gives blocks for sizes and streams, over a source.
 
     ``free`` gets what ``alloc`` returned; ``peak_allocated`` is the most bytes that were in blocks
     at a time, rounding included.
@@ -34,7 +34,7 @@ class Allocator(Protocol):
 
 
 class Uncached:
-    """Every allocation a call of the source, every free another."""
+    """No cache: every allocation and every free is a call of the source."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -60,19 +60,19 @@ class Replay:
     ----------
     name : str
     reserved : sequence of int
-        Bytes held of the source after each event.
+        Bytes held from the source after each event.
     requested : sequence of int
-        Bytes that the program had allocated then, unrounded. Without what failed.
+        Bytes that the program had allocated then, unrounded and without failed allocations.
     peak_reserved : int
-        Bytes. A segment that came and went inside one event counts.
+        The most bytes held from the source. A segment that came and went inside one event counts.
     peak_allocated : int or None
-        Bytes in blocks, rounding included; None if it was not recorded.
+        The most bytes in blocks, rounding included; None if it was not recorded.
     source_allocations, source_frees : int
-        Calls that succeeded.
+        Successful calls of the source.
     failures : int
         Allocations of the program that failed.
     seconds : float or None
-        For all events; None for what was recorded and not replayed.
+        Time for all events; None for a result that was recorded and not replayed.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Replay:
         return None if self.seconds is None else self.seconds / max(len(self.reserved), 1)
 
     def fragmentation(self) -> list[float]:
-        """After each event, the share of what is reserved that the program did not ask for."""
+        """After each event, the share of reserved bytes that the program did not request."""
         return [
             1 - asked / held if held else 0.0
             for asked, held in zip(self.requested, self.reserved, strict=True)
@@ -115,11 +115,13 @@ def replay(
     ----------
     trace : Trace
     make : callable
-        A fresh allocator over the source it is given. Called twice.
+        Makes a fresh allocator over the source it is given. Called twice.
     name : str
     capacity : int, optional
-        Bytes that the simulated device has. What does not fit fails and is left out: the program
-        is taken to go on without.
+        Bytes of the simulated device. Default: no limit. Allocations that do not fit fail, and the
+        replay goes on as if the program had done without them.
+    clock : callable
+        Gives the time in seconds.
 
     Raises
     ------
@@ -161,7 +163,7 @@ def replay(
 
 
 def _timed(events: tuple[Event, ...], allocator: Allocator, clock: Callable[[], float]) -> float:
-    """Seconds for all events, garbage collections left out."""
+    """Seconds for all events, without Python's garbage collection."""
     live: dict[int, Any] = {}
     alloc, free = allocator.alloc, allocator.free
     collecting = gc.isenabled()
@@ -183,7 +185,7 @@ def _timed(events: tuple[Event, ...], allocator: Allocator, clock: Callable[[], 
 
 
 def recorded_replay(trace: Trace, name: str = "recorded") -> Replay | None:
-    """What the allocator did that was recorded with the trace; None if that is not known."""
+    """What the recorded allocator did, from the trace; None if that is not known."""
     recorded = trace.recorded
     if recorded is None:
         return None
@@ -192,7 +194,7 @@ def recorded_replay(trace: Trace, name: str = "recorded") -> Replay | None:
     changes = iter((*recorded.changes, (len(trace.events) + 1, 0)))
     position, nbytes = next(changes)
     for index in range(len(trace.events)):
-        # What the allocator did just before an event, it did for it.
+        # What the allocator did just before an event, it did for that event.
         while position <= index:
             held += nbytes
             position, nbytes = next(changes)

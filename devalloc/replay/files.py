@@ -1,10 +1,10 @@
-"""Traces in files: PyTorch's pickles, logs in RMM's columns, and a compact format of our own.
+"""Traces in files: PyTorch's pickles, logs with RMM's columns, and a compact format of this project.
 
-The compact format is gzip'ed text. The first line marks it, the second is JSON (``origin``,
-``live_at_start``, ``reserved_at_start`` and ``peak_reserved`` in bytes or null, ``notes``), the
-third names the columns. Then a row each: ``a,block,size,stream`` allocates, ``f,block,,`` frees,
-``s,,size,`` changes what the recorded allocator has reserved. Blocks and streams are numbered from
-0 as they come.
+The compact format is text, compressed with gzip. The first line marks it, the second is JSON
+(``origin``, ``live_at_start``, ``reserved_at_start`` and ``peak_reserved`` in bytes or null,
+``notes``), the third names the columns. Then come rows: ``a,block,size,stream`` allocates,
+``f,block,,`` frees, and ``s,,size,`` changes what the recorded allocator has reserved. Blocks and
+streams are numbered from 0 in the order in which they appear.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ REQUIRED = ("Action", "Pointer", "Size")  # of a log
 
 
 def load_trace(path: str | Path, device: int | None = None) -> Trace:
-    """Read a trace of any of the three kinds, told apart by what is in the file.
+    """Read a trace of any of the three kinds, which are told apart by their content.
 
     Parameters
     ----------
     path : str or Path
         A pickle of ``torch.cuda.memory._snapshot()``, a CSV log with RMM's columns, or a compact
-        trace; each may be gzip'ed.
+        trace; each may be compressed with gzip.
     device : int, optional
         Which device of a snapshot. Default: the one with the most events.
 
     Raises
     ------
     InvalidArgument
-        The file is none of these, is damaged, or holds a pickle of anything but plain data.
+        If the file is none of these, is damaged, or holds a pickle of anything but plain data.
     OSError
-        It cannot be read.
+        If it cannot be read.
     """
     path = Path(path)
     with refusing("damaged, or no trace", path):
@@ -66,7 +66,7 @@ def _read_any(file: IO[bytes], name: str, device: int | None) -> Trace:
 
 
 def _plausible(trace: Trace) -> Trace:
-    """Refuse numbers that no machine has, before something counts with them in 64 bits."""
+    """Refuse sizes that no machine has, before anything computes with them in 64 bits."""
     most = max(trace.requested(), default=0)
     if trace.recorded is not None:
         most = max(most, *map(abs, trace.recorded.reserved()))
@@ -79,10 +79,11 @@ def _plausible(trace: Trace) -> Trace:
 
 
 def read_log(lines: Iterable[str], origin: dict[str, str] | None = None) -> Trace:
-    """A trace from a CSV log with the columns Action, Pointer, Size and Stream (others may be).
+    """A trace from a CSV log with the columns Action, Pointer, Size and Stream; others are allowed.
 
-    ``allocate`` and ``free`` (or ``deallocate``) count. ``allocate failure`` does not, and
-    ``free failure`` takes back the free before it of the same thread and pointer.
+    Stream may be missing; Thread is used if it is there. ``allocate`` and ``free`` (or
+    ``deallocate``) count. ``allocate failure`` does not, and ``free failure`` takes back the free
+    before it of the same thread and pointer.
     """
     rows = csv.DictReader(lines)
     missing = set(REQUIRED) - set(rows.fieldnames or ())
@@ -141,7 +142,7 @@ def _pointer(text: str) -> int:
 
 
 def save_compact(trace: Trace, path: str | Path) -> None:
-    """Write ``trace`` in the compact format; equal traces make equal files. Raises OSError."""
+    """Write ``trace`` in the compact format; equal traces give equal files. Raises OSError."""
     recorded = trace.recorded
     header = {
         "origin": trace.origin,

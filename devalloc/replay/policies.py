@@ -1,4 +1,4 @@
-"""Which allocators a trace is replayed through, by name."""
+"""The allocators that a trace can be replayed through, by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Cached:
 
     def __init__(self, source: Source, policy: str | Policy) -> None:
         self._cache = Cache(source, policy)
-        # The methods themselves, so that the clock sees no detour.
+        # The bound methods themselves, so that the clock measures no detour.
         self.alloc = self._cache.malloc
         self.free = self._cache.free
 
@@ -35,7 +35,7 @@ ALLOCATORS: dict[str, Callable[[Source], Allocator]] = {
 
 
 def chosen_policies(names: Iterable[str]) -> list[str]:
-    """The names, each once; all if there are none. Raises InvalidArgument for unknown ones."""
+    """The given names, each once, or else all. Raises InvalidArgument for unknown ones."""
     chosen = list(dict.fromkeys(names)) or list(ALLOCATORS)
     unknown = [name for name in chosen if name not in ALLOCATORS]
     if unknown:
@@ -46,7 +46,7 @@ def chosen_policies(names: Iterable[str]) -> list[str]:
 
 
 def replay_policies(trace: Trace, names: Iterable[str], capacity: int | None) -> list[Replay]:
-    """A trace through the named policies, after what was recorded with it, if that is known."""
+    """Replays of a trace through the named policies, after the recorded result if there is one."""
     recorded = recorded_replay(trace)
     replays = [replay(trace, ALLOCATORS[name], name, capacity) for name in names]
     return [recorded, *replays] if recorded else replays

@@ -11,15 +11,15 @@ from devalloc.foreign import refusing
 from devalloc.replay.trace import Trace, TraceBuilder
 
 GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-# Nothing happens to memory in these.
+# Events in which nothing happens to memory.
 SILENT = {"oom", "snapshot", "workspace_snapshot", "user_defined"}
 
 
 class PlainUnpickler(pickle.Unpickler):
     """Reads numbers, text, lists, tuples, dicts and sets, and refuses everything else.
 
-    A pickle can name any function and have it called. This one looks no name up, so nothing can be
-    called: what is read is data, or an error.
+    A pickle can name any function and have it called. This class looks no name up, so nothing can
+    be called: the result is data, or an error.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -41,13 +41,14 @@ def snapshot_trace(
     """The trace of one device in a snapshot.
 
     A block counts as live until ``free_completed``: until then no allocator may use its memory
-    again. What lived before the first event is found from the events and from the segments, which
-    say what lives after the last. Memory of private pools (CUDA graphs) is treated like all other.
+    again. What lived before the first event follows from the events and from the segments, which
+    tell what lives after the last event. Memory of private pools (CUDA graphs) is treated like all
+    other memory.
 
     Parameters
     ----------
     snapshot : dict
-        With ``segments`` and ``device_traces``; anything may be in it.
+        With ``segments`` and ``device_traces``. It is not trusted: anything may be in it.
     device : int, optional
         Index of the device. Default: the one with the most events.
     origin : dict, optional
@@ -56,7 +57,7 @@ def snapshot_trace(
     Raises
     ------
     InvalidArgument
-        If it is no such snapshot, has no events for the device, or a field is missing.
+        If it is not such a snapshot, has no events for the device, or lacks a field.
     """
     with refusing("not a memory snapshot of PyTorch"):
         traces, segments = snapshot["device_traces"], snapshot["segments"]
@@ -108,7 +109,7 @@ def _add_entries(builder: TraceBuilder, entries: list[dict[str, Any]]) -> None:
 
 
 def _live_blocks(segments: list[dict[str, Any]]) -> Iterator[tuple[int, int, int]]:
-    """Address, requested size and stream of what is live (also if its free is only requested)."""
+    """Address, requested size and stream of live blocks, those with a requested free included."""
     for segment in segments:
         address = int(segment["address"])
         for block in segment["blocks"]:

@@ -16,7 +16,7 @@ POINTS = 2000
 
 
 def describe_trace(trace: Trace) -> list[str]:
-    """What was recorded and what was made of it, in lines for people."""
+    """Lines for people: what was recorded, and how it was read."""
     requested = trace.requested()
     origin = ", ".join(f"{key} {value}" for key, value in trace.origin.items())
     lines = [
@@ -31,7 +31,7 @@ def describe_trace(trace: Trace) -> list[str]:
 def replay_table(replays: Sequence[Replay]) -> Table:
     """One row for each replay; it fits a terminal of 80 columns.
 
-    Fragmentation is the share of reserved memory that was not asked for, averaged over events.
+    Fragmentation is the share of reserved memory that was not requested, averaged over events.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("policy", no_wrap=True)
@@ -61,7 +61,7 @@ def replay_table(replays: Sequence[Replay]) -> Table:
 
 
 def save_plot(path: Path, replays: Sequence[Replay], title: str) -> None:
-    """Write a PNG: bytes reserved and fragmentation, by event. Raises OSError."""
+    """Write a PNG that shows reserved bytes and fragmentation by event. Raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MultipleLocator
@@ -91,7 +91,7 @@ def save_plot(path: Path, replays: Sequence[Replay], title: str) -> None:
 
 
 def _thinned(values: Sequence[float]) -> Iterator[tuple[int, float]]:
-    """At most about `POINTS` points of a curve, the largest of each stretch, so peaks stay."""
+    """At most about `POINTS` points of a curve: the largest of each stretch, so peaks remain."""
     step = max(1, len(values) // POINTS)
     for first in range(0, len(values), step):
         stretch = values[first : first + step]

@@ -1,7 +1,8 @@
 """What a program did with memory: allocations and frees in order, without addresses.
 
-Traces begin and end in the middle of a program. What lived before the first event is known from
-its free, or from a list of what lived at the end; such blocks are allocated before everything else.
+Traces begin and end in the middle of a program. A block that lived before the first event is known
+from its free, or from a list of what lived at the end; such blocks are allocated before everything
+else.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from devalloc.sizes import format_size
 
 
 class Event(NamedTuple):
-    """One step. ``size`` 0: ``block`` is freed. Otherwise it is allocated, with ``size`` bytes."""
+    """One step: ``block`` is allocated with ``size`` bytes, or, if ``size`` is 0, freed."""
 
     block: int
     size: int
@@ -24,15 +25,15 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """What the allocator that was recorded did with its source.
+    """What the recorded allocator did with its source.
 
     Attributes
     ----------
     reserved_at_start : int
         Bytes in segments before the first event.
     changes : tuple of (int, int)
-        Number of events before the change, and bytes: positive for a new segment, negative for
-        one given back.
+        The number of events before the change, and bytes: positive for a new segment, negative
+        for one that was given back.
     """
 
     reserved_at_start: int
@@ -66,9 +67,9 @@ class Trace:
     recorded : Recorded, optional
         What the recorded allocator did, where that is known.
     notes : tuple of str
-        What was not as it should be, and what was made of it; for people.
+        For people: what was not as it should be, and how it was read.
     origin : dict of str to str
-        Where the trace is from: the program, the GPU, versions.
+        Where the trace comes from: the program, the GPU, versions.
     """
 
     events: tuple[Event, ...]
@@ -100,10 +101,10 @@ class Trace:
 
 
 class TraceBuilder:
-    """Makes a `Trace` of allocations and frees by address.
+    """Makes a `Trace` from allocations and frees by address.
 
-    A free of an address never seen before is taken for the free of a block that lived at the
-    start. What contradicts itself is counted, and told in the notes.
+    A free of an address that was never seen before is taken for the free of a block that lived at
+    the start. Contradictions are counted and reported in the notes.
     """
 
     def __init__(self) -> None:
@@ -163,7 +164,7 @@ class TraceBuilder:
         return block
 
     def lives_at_end(self, address: int, size: int, stream: object) -> None:
-        """Something that is live after the last event; call it after all events."""
+        """Add a block that is live after the last event. Call this after all events."""
         if address in self._seen:
             if address not in self._live:
                 self.note("blocks live at the end whose allocation is missing, left out")
@@ -171,13 +172,13 @@ class TraceBuilder:
             self._live[address] = self._add_initial(address, size, stream)
 
     def reserved_changes(self, nbytes: int) -> None:
-        """The recorded allocator got (positive) or gave back (negative) a segment."""
+        """The recorded allocator got a segment (positive) or gave one back (negative)."""
         self._changes.append((len(self._steps), nbytes))
 
     def finish(
         self, reserved_at_end: int | None = None, origin: dict[str, str] | None = None
     ) -> Trace:
-        """The trace; with ``reserved_at_end`` bytes in segments, also what was recorded."""
+        """The trace. With ``reserved_at_end``, bytes in segments, it has `Recorded` as well."""
         initial = [block for _, block in sorted(self._initial)]
         steps = [(block, True) for block in initial] + self._steps
         events = self._numbered(steps)
@@ -197,7 +198,7 @@ class TraceBuilder:
         return Trace(tuple(events), len(initial), recorded, tuple(notes), origin or {})
 
     def _numbered(self, steps: Iterable[tuple[int, bool]]) -> list[Event]:
-        """Events, with blocks and streams numbered as they come."""
+        """Events, with blocks and streams numbered in the order in which they appear."""
         blocks: dict[int, int] = {}
         streams: dict[int, int] = {}
         events = []

@@ -1,7 +1,7 @@
-"""What people look at: pictures of a heap, snapshots in files, and what a machine can do.
+"""Reports for people: pictures of a heap, snapshots in files, and what a machine can do.
 
-`save_snapshot` and `load_snapshot` are imported with their first use and nothing else is, so that
-`environment` works where Triton or matplotlib are missing.
+`save_snapshot` and `load_snapshot` are imported at their first use and nothing else is, so that
+`environment` works where Triton or matplotlib is missing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this machine has and what works on it. Never raises for what is missing: it says so."""
+"""What this machine has and what works on it. Reports what is missing and never raises for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Environment:
 
 
 def inspect_environment() -> Environment:
-    """Look around. Imports torch and, if there are any, the CUDA libraries; starts no kernel."""
+    """Inspect this machine. Imports torch and any CUDA libraries there are; starts no kernel."""
     return Environment(
         machine=[
             ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
@@ -65,7 +65,7 @@ def why_not_importable(module: str) -> str | None:
 
 
 def driver_version() -> str:
-    """The CUDA version that the driver supports, through cuda-python; or why there is none."""
+    """The CUDA version that the driver supports, through cuda-python, or why it is not known."""
     if why_not_importable("cuda.bindings.driver"):
         return "unknown (cuda-python is not installed)"
     from cuda.bindings import driver

@@ -1,7 +1,7 @@
 """A picture of a heap: one cell per page, several moments side by side.
 
-Grey is free, dark is a large allocation (its first page darker), a colour is a slab: the hue says
-which size class, the depth how many of its slots are live.
+A free page is grey, a large allocation is dark (its first page darker), and a slab has a colour: the
+hue tells its size class, the depth how many of its slots are live.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ RUN_COLOUR: RGB = (0.30, 0.35, 0.40)
 RUN_HEAD_COLOUR: RGB = (0.10, 0.13, 0.16)
 NO_PAGE_COLOUR: RGB = (1.0, 1.0, 1.0)
 
-LINED_PAGES = 4096  # up to so many pages, lines separate the cells
-LABELLED_PAGES = 256  # up to so many, a slab's cell names its slot size
+LINED_PAGES = 4096  # lines separate the cells up to this many pages
+LABELLED_PAGES = 256  # a slab's cell names its slot size up to this many pages
 LEGEND_CLASSES = 12
 PANEL_INCHES = 4.6
 
@@ -41,7 +41,7 @@ def slab_colours(page_class: np.ndarray, fill: np.ndarray, classes: int) -> np.n
 
 
 def page_colours(snapshot: Snapshot) -> np.ndarray:
-    """RGB of every page, float of shape (pages, 3)."""
+    """RGB of every page, floats of shape (pages, 3)."""
     colours = np.tile(FREE_COLOUR, (len(snapshot.page_kind), 1))
     slab = snapshot.page_kind == SLAB
     fill = snapshot.page_live[slab] / np.maximum(snapshot.page_slots[slab], 1)
@@ -57,7 +57,7 @@ def columns_for(pages: int) -> int:
 
 
 def summary(snapshot: Snapshot) -> str:
-    """The counts under a map's title."""
+    """The line of counts under a map's title."""
     kinds = np.bincount(snapshot.page_kind, minlength=3)
     live, slots = int(snapshot.page_live.sum()), int(snapshot.page_slots.sum())
     parts = [f"{kinds[FREE]:,} of {len(snapshot.page_kind):,} pages free"]
@@ -134,7 +134,7 @@ def memory_map(snapshots: Sequence[Snapshot], titles: Sequence[str], heading: st
     titles : sequence of str
         One per snapshot.
     heading : str
-        Above all of them.
+        Text above all of them.
 
     Returns
     -------

@@ -16,7 +16,7 @@ PAGE_TABLES = ("page_kind", "page_class", "page_live", "page_slots", "run_pages"
 
 
 def save_snapshot(snapshot: Snapshot, path: str | Path) -> None:
-    """Write a snapshot to ``path``, under exactly that name. Raises OSError."""
+    """Write a snapshot to ``path``; nothing is appended to the name. Raises OSError."""
     fields = {field.name: getattr(snapshot, field.name) for field in dataclasses.fields(Snapshot)}
     with open(path, "wb") as file:
         np.savez_compressed(file, format=FORMAT, **fields)
@@ -28,7 +28,7 @@ def load_snapshot(path: str | Path) -> Snapshot:
     Raises
     ------
     InvalidArgument
-        The file cannot be read, is something else, or contradicts itself.
+        If the file cannot be read, is something else, or contradicts itself.
     """
     path = Path(path)
     try:
@@ -51,7 +51,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def checked_snapshot(fields: dict[str, np.ndarray]) -> Snapshot:
-    """A `Snapshot` of the arrays of a file; raises ValueError or KeyError if they do not fit."""
+    """A `Snapshot` made of a file's arrays; ValueError or KeyError if they do not fit."""
     if "format" not in fields or str(fields["format"]) != FORMAT:
         raise ValueError(f'it is not marked "{FORMAT}"')
     capacity, page_bytes = int(fields["capacity"]), int(fields["page_bytes"])

@@ -2,7 +2,7 @@
 
 Every source and every adaptor may be called from several threads at once. A free may run inside a
 garbage collection, and so in the middle of any other call, even one of the same thread. So locks
-are reentrant, and whatever is done under a lock is one assignment or may be seen half done.
+are reentrant, and what is done under a lock is one assignment, or may safely be seen half done.
 """
 
 from __future__ import annotations

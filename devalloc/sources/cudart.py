@@ -28,7 +28,7 @@ def runtime() -> ModuleType:
 
 @contextmanager
 def current(device: torch.device) -> Iterator[ModuleType]:
-    """The bindings' runtime with ``device`` as its current one, which is not shared with PyTorch."""
+    """The bindings' runtime with ``device`` current, which it does not share with PyTorch's."""
     with torch.cuda.device(device):
         bindings = runtime()
         bindings.cudaSetDevice(device.index)
