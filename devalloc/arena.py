@@ -259,7 +259,7 @@ class Arena(Owner):
                 tensor: torch.Tensor = parked.pop().take()
                 return tensor
             except IndexError:
-                pass  # another thread was faster
+                pass  # another thread was faster, or something else refers to the block
         return self._new_tensor(key)
 
     def _new_tensor(self, key: Key) -> torch.Tensor:

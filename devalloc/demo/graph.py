@@ -1,8 +1,8 @@
-"""Where the demo's edges come from: an edge list in a file, or the imports of Python's own library.
+"""Where the demo's edges come from: an edge list in a file, or the imports in Python's own library.
 
 Owns nothing on a device and needs neither torch nor Triton. A `Graph` has vertices 0..n-1 without
-gaps, whatever ids or names its source uses, and no edge twice: the first occurrence stays, so the
-order of the edges is the order of the source.
+gaps, whatever ids or names its source uses, and no edge twice. Of equal edges the first stays, so
+the edges are in the order of the source.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ class Graph:
 
 
 def read_graph(path: str | Path) -> Graph:
-    """Read an edge list: one edge a line, two vertex ids, plain text or gzip.
+    """Read an edge list: two vertex ids on each line, plain text or gzip.
 
     Ids are integers from 0 to 2**63 - 1 and need not be contiguous; further numeric columns (a
     weight, a time) are ignored. Empty lines and lines that begin with ``#`` or ``%`` are skipped.
-    A first line "nodes edges" is taken for a header if as many lines follow as it announces.
+    A first line "nodes edges" is taken for a header if as many edges follow as it announces.
 
     Parameters
     ----------
     path : str or Path
-        The file. Whether it is compressed is seen from its first bytes, not from its name.
+        The file. Its first bytes, not its name, tell whether it is compressed.
 
     Raises
     ------
     GraphError
-        The file cannot be read, holds no edge, or has a broken line.
+        If the file cannot be read, holds no edge, or has a broken line.
     """
     path = Path(path)
     try:
@@ -135,7 +135,7 @@ def shortened(line: str, limit: int = 40) -> str:
 
 
 def make_graph(name: str, vertices: int, sources: np.ndarray, targets: np.ndarray) -> Graph:
-    """A `Graph` of edges between vertices 0..vertices-1; drops what occurs a second time."""
+    """A `Graph` of edges between vertices 0..vertices-1, without repeated edges."""
     if vertices > MAX_VERTICES:
         raise GraphError(f"{name} has {vertices:,} vertices; at most {MAX_VERTICES:,} are possible")
     keys = sources.astype(np.int64) * vertices + targets
@@ -160,12 +160,12 @@ def library_graph(folder: str | Path | None = None, max_files: int = 1000) -> Gr
     folder : str or Path, optional
         Root of the library; by default the running Python's.
     max_files : int
-        At most so many files are parsed: a bound on the work.
+        The most files that are parsed: a bound on the work.
 
     Raises
     ------
     GraphError
-        No sources there, as in a Python that ships its library compiled.
+        If there are no sources, as in a Python that ships its library compiled.
     """
     root = Path(folder or sysconfig.get_path("stdlib"))
     files = library_files(root)
@@ -183,7 +183,7 @@ def library_graph(folder: str | Path | None = None, max_files: int = 1000) -> Gr
 
 
 def library_files(root: Path) -> list[Path]:
-    """The library's source files, sorted; without tests and installed packages."""
+    """The library's source files, sorted, without tests and installed packages."""
     return sorted(
         path
         for path in root.rglob("*.py")
@@ -199,7 +199,7 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def imports_of(name: str, path: Path, modules: dict[str, Path]) -> Iterator[str]:
-    """Names of the modules that the module ``name`` imports; nothing if it does not parse."""
+    """Names of the modules that the module ``name`` imports; none if it does not parse."""
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (OSError, SyntaxError, ValueError):
@@ -216,7 +216,7 @@ def imports_of(name: str, path: Path, modules: dict[str, Path]) -> Iterator[str]
 
 
 def statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Every statement of a module, without the expressions in them: these hold no imports."""
+    """Every statement of a module. Expressions are not searched: they hold no imports."""
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()

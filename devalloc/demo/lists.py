@@ -1,21 +1,21 @@
 """Adjacency lists that grow and shrink inside kernels.
 
 Owns one list of int32 per vertex. A list is one contiguous allocation of a `devalloc.Heap`, made,
-enlarged, shrunk and freed by the kernels below; how long it will become is known to nobody
-beforehand. Three tensors hold each list's address (0: no list), length and capacity.
+enlarged, shrunk and freed by the kernels below; its final length is not known beforehand. Three
+tensors hold each list's address (0: no list), length and capacity.
 
 Invariants
     length <= capacity; capacity is 0 or a power of two of at least MIN_ENTRIES; the address is 0
     if and only if the capacity is 0. Entries keep the order in which they were inserted.
 Concurrency
     A batch is sorted by vertex before the launch, and the lane at the first edge of a vertex owns
-    that vertex: it alone reads and writes the vertex's three words and its list. So no word here
-    is changed by one program while another reads it, plain loads are right, and launches on one
-    stream are ordered. Any number of lanes call malloc and free at once; that is the heap's matter.
+    that vertex: it alone reads and writes the vertex's three words and its list. So no program
+    changes a word that another reads, plain loads are right, and launches on one stream are
+    ordered. Any number of lanes call malloc and free at once; the heap takes care of that.
 Balance
-    Vertices of real graphs differ by orders of magnitude in degree. What is proportional to a
-    list's length is therefore not done by its owner but by all lanes of the program: the lists of
-    a program are laid end to end, and lane i takes items i, i + LANES, ... of the whole.
+    Vertices of real graphs differ in degree by orders of magnitude. So work that is proportional
+    to a list's length is not done by its owner but by all lanes of the program: the lists of a
+    program are laid end to end, and lane i takes items i, i + LANES, ... of the whole.
 """
 
 from __future__ import annotations
@@ -284,18 +284,17 @@ class AdjacencyLists:
     vertices : int
         Number of lists.
     lanes : int, optional
-        Edges per program, a power of two from 128 to 4096. Default: 256, the most in the
-        interpreter.
+        Edges per program, a power of two from 128 to 4096. Default: 256; in the interpreter 4096.
 
     Notes
     -----
-    Every method enqueues its work on the current stream and does not synchronise, except `to_csr`.
+    Every method queues its work on the current stream and does not synchronise, except `to_csr`.
     """
 
     def __init__(self, heap: Heap, vertices: int, lanes: int | None = None) -> None:
         self.heap = heap
         self.vertices = vertices
-        # The interpreter pays per operation, whatever its width; a GPU wants many programs.
+        # The interpreter's cost is per operation, whatever its width; a GPU wants many programs.
         self.lanes = lanes or (MAX_LANES if heap.device.type == "cpu" else 256)
         if not MIN_LANES <= self.lanes <= MAX_LANES or self.lanes & (self.lanes - 1):
             raise InvalidArgument(
@@ -316,8 +315,8 @@ class AdjacencyLists:
         Returns
         -------
         torch.Tensor
-            bool, shape (edges,): which edges are in. The others had no memory, or no such vertex;
-            their lists are unchanged, and they may be inserted again.
+            bool, shape (edges,): which edges were inserted. For the others there was no memory, or
+            no such vertex; their lists are unchanged, and they may be inserted again.
         """
         sources, order = torch.sort(sources, stable=True)
         targets = targets[order]
@@ -389,7 +388,7 @@ class AdjacencyLists:
         return offsets, entries
 
     def warm_up(self, edges: int) -> None:
-        """Compile and load everything that changes lists, by a batch of no vertex's edges."""
+        """Compile and load all kernels that change lists, with a batch of edges of no vertex."""
         nothing = torch.full((edges,), -1, dtype=torch.int32, device=self.heap.device)
         self.insert(nothing, nothing)
         self.delete(nothing, nothing)

@@ -1,4 +1,4 @@
-"""The lists as they should be, from NumPy on the CPU; and where two versions differ."""
+"""The lists as they should be, computed by NumPy on the CPU, and where two versions differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main job: build adjacency lists on the device, delete half of the edges, free everything.
+"""The job: build adjacency lists on the device, delete half of the edges, free everything.
 
 After each step the lists are copied out and compared with `reference`, edge for edge.
 """
@@ -33,7 +33,7 @@ SMALLEST_HEAP = 1 << 20
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the job and how things stood after it. Bytes, seconds."""
+    """One step of the job, and the state after it. In bytes and seconds."""
 
     name: str
     edges: int  # inserted, deleted or freed in this step
@@ -46,12 +46,12 @@ class Step:
 
     @property
     def exact(self) -> int:
-        """What a build that counts first and allocates then needs for the entries."""
+        """Bytes for the entries in a build that first counts them and then allocates."""
         return self.entries * ENTRY_BYTES
 
 
 def default_heap_bytes(edges: int) -> int:
-    """Eight times what the entries need, as a power of two: lists move while they grow."""
+    """Eight times what the entries need, up to a power of two: lists move while they grow."""
     return max(SMALLEST_HEAP, 1 << (edges * ENTRY_BYTES * 8 - 1).bit_length())
 
 
@@ -69,7 +69,7 @@ class Job:
     batch : int
         Edges per launch.
     seed : int
-        Of the order in which edges are inserted, and of which half is deleted in which order.
+        Of the random order of insertions, and of the choice and order of the deletions.
     progress : rich.progress.Progress
         Shows how far each step is.
     """
@@ -87,7 +87,7 @@ class Job:
         self.kept = np.delete(self.inserted, deleted)
 
     def run(self) -> list[Step]:
-        """All steps. Raises OutOfMemory, or CorruptionError if anything came out wrong."""
+        """All steps. Raises OutOfMemory, or CorruptionError if a result is wrong."""
         if self.heap.device.type != "cpu":
             task = self.progress.add_task("compile", total=None)
             self.lists.warm_up(min(self.batch, self.graph.edges))
@@ -144,7 +144,7 @@ class Job:
     def timed(
         self, name: str, launch: Callable[..., None], batches: Sequence[tuple[torch.Tensor, ...]]
     ) -> float:
-        """Launch every batch and wait for the last; the seconds that took."""
+        """Launch every batch and wait for the last; returns the seconds that this took."""
         task = self.progress.add_task(name, total=len(batches))
         self.synchronise()
         start = time.perf_counter()
@@ -194,11 +194,11 @@ def run_demo(
     ----------
     graph : Graph
     output : str or Path
-        The PNG file for the heap's map after each step.
+        The PNG file for maps of the heap after each step.
     heap_bytes, batch : int, optional
         Capacity of the heap, and edges per launch; by default chosen from the number of edges.
     seed : int
-        Same seed, same job.
+        The same seed gives the same job.
     device : str, optional
         As for `devalloc.Heap`.
     console : rich.console.Console, optional
@@ -207,9 +207,9 @@ def run_demo(
     Raises
     ------
     OutOfMemory
-        The heap is too small for the graph. Nothing that was stored is lost or wrong.
+        If the heap is too small for the graph. Nothing that was stored is lost or wrong.
     CorruptionError
-        The lists differ from the reference, or the heap violates an invariant.
+        If the lists differ from the reference, or the heap violates an invariant.
     """
     console = console or Console()
     duplicates = f" ({graph.duplicates:,} duplicates dropped)" if graph.duplicates else ""
@@ -242,7 +242,7 @@ def run_demo(
 
 @contextmanager
 def launching_on(device: torch.device) -> Iterator[None]:
-    """Make ``device`` the one that kernels are launched on."""
+    """A context in which kernels are launched on ``device``."""
     with torch.cuda.device(device if device.type == "cuda" else -1):
         yield
 

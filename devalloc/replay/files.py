@@ -1,4 +1,4 @@
-"""Traces in files: PyTorch's pickles, logs with RMM's columns, and a compact format of this project.
+"""Traces in files: PyTorch's pickles, logs with RMM's columns, and this project's compact format.
 
 The compact format is text, compressed with gzip. The first line marks it, the second is JSON
 (``origin``, ``live_at_start``, ``reserved_at_start`` and ``peak_reserved`` in bytes or null,

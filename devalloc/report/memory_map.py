@@ -1,7 +1,7 @@
 """A picture of a heap: one cell per page, several moments side by side.
 
-A free page is grey, a large allocation is dark (its first page darker), and a slab has a colour: the
-hue tells its size class, the depth how many of its slots are live.
+A free page is grey, a large allocation is dark (its first page darker), and a slab has a colour:
+the hue tells its size class, the depth how many of its slots are live.
 """
 
 from __future__ import annotations

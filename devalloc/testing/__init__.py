@@ -1,4 +1,4 @@
-"""Testing kernels that share memory: see `devalloc.testing.interleaving`."""
+"""Test kernels whose programs share memory: see `devalloc.testing.interleaving`."""
 
 from devalloc.testing._execution import Event
 from devalloc.testing._interpreter import quick_interpreter

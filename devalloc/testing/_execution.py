@@ -1,4 +1,4 @@
-"""One run of several programs, step by step: who may go on, what a step does, how to go back.
+"""One run of several programs, step by step: which may go on, what a step does, how to undo it.
 
 A *step* is one access at which programs are switched, followed by all accesses of the same
 program up to the next such one.
@@ -17,7 +17,7 @@ from devalloc.testing._program import Access, Cursor, Program
 
 
 class Event(NamedTuple):
-    """A value that a program stored to the journal: its number, the element, the value."""
+    """A store to the journal: the program's number, the element, and the value."""
 
     program: int
     element: int
@@ -26,7 +26,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Journal:
-    """The tensor whose stores are events: where it lies, and the length of an element."""
+    """The tensor to which stores are events: where it lies, and the bytes of an element."""
 
     start: int
     end: int
@@ -54,8 +54,11 @@ class ProgramError(Exception):
 
 
 class Execution:
-    """The state of a run. ``patience``: how often a program may look at the same words, while
-    nothing changes, before it counts as spinning and others are preferred."""
+    """The state of a run.
+
+    ``patience`` is how often a program may look at the same words, while nothing changes, before it
+    counts as spinning and others are preferred.
+    """
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class Execution:
         return [index for index, cursor in enumerate(self.cursors) if not cursor.finished]
 
     def spinning(self, index: int) -> bool:
-        """Whether the program looks at the same words again and again, and nothing changes."""
+        """Whether the program looks at the same words again and again while nothing changes."""
         return self.spins(index) >= self.patience
 
     def spins(self, index: int) -> int:
@@ -103,8 +106,11 @@ class Execution:
         return seen[access.kind, access.words]
 
     def ready(self) -> list[int]:
-        """The programs that may take the next step: those that do not spin; if all do, the one
-        that has spun least (alone, for the order of spinning programs makes no difference)."""
+        """The programs that may take the next step: those that do not spin.
+
+        If all spin, the one that has spun least; it alone, because the order of spinning programs
+        makes no difference.
+        """
         unfinished = self.unfinished()
         ready = [index for index in unfinished if not self.spinning(index)]
         if not ready and unfinished:
@@ -188,7 +194,7 @@ class Execution:
             ) from cursor.node.error
 
     def undo(self, mark: Mark) -> None:
-        """Take back the latest step."""
+        """Undo the latest step."""
         self.memory.undo(list(reversed(mark.changed)))
         self.cursors[mark.program].rewind(mark.cursor)
         del self.events[mark.events :]
@@ -198,7 +204,7 @@ class Execution:
         self.trace.pop()
 
     def close(self) -> None:
-        """End all programs and give the memory its first values."""
+        """End all programs and give memory its first values again."""
         for cursor in self.cursors:
             cursor.kill()
         self.memory.restore()

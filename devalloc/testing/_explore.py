@@ -1,4 +1,4 @@
-"""Going through schedules: sampling them, searching all of them, and shrinking one that fails."""
+"""Sample schedules, search all of them, and shrink one that fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Stuck(Exception):
 
 @dataclass
 class Budget:
-    """When to stop: after so many schedules, or seconds."""
+    """When to stop: after a number of schedules, or of seconds."""
 
     schedules: int
     seconds: float
@@ -29,7 +29,7 @@ class Budget:
 
 
 def run(execution: Execution, choose: Choice, limit: int) -> None:
-    """Run to the end by ``choose``; raises Stuck after ``limit`` steps."""
+    """Run to the end as ``choose`` decides; raises Stuck after ``limit`` steps."""
     while execution.unfinished():
         if len(execution.trace) >= limit:
             raise Stuck(describe_stuck(execution))
@@ -64,8 +64,8 @@ class _Frame:
 class Search:
     """Depth-first search through all schedules with a bound on preemptions.
 
-    A state that was met with no more preemptions is not entered again; what the last program was
-    matters only if preemptions are counted.
+    A state that was met before with no more preemptions is not entered again. Which program ran
+    last belongs to the state only if preemptions are bounded.
     """
 
     def __init__(self, execution: Execution, bound: int | None, limit: int) -> None:
@@ -101,7 +101,7 @@ class Search:
             yield from ((index, cost) for index in ready if index != last)
 
     def ended(self) -> Iterator[None]:
-        """Stops at the end of every schedule."""
+        """Go through the schedules, and yield at the end of each."""
         execution = self.execution
         stack = [self._enter(0, None)]
         while stack:
@@ -133,7 +133,7 @@ FEW = 1 << 30
 
 
 def preemptions(wanted: list[Segment]) -> int:
-    """How often a program loses its turn and gets it back."""
+    """How often a program loses its turn and gets it back later."""
     return sum(
         any(program == later for later, _ in wanted[at + 1 :])
         for at, (program, _) in enumerate(wanted)
@@ -143,9 +143,10 @@ def preemptions(wanted: list[Segment]) -> int:
 def shrink(
     trace: list[int], fails: Callable[[list[Segment]], list[int] | None], budget: Budget
 ) -> list[int]:
-    """A simpler schedule that fails: fewer preemptions first, then fewer steps before the last.
+    """A simpler schedule that fails: with fewer preemptions, then fewer segments, then fewer steps
+    before the last segment.
 
-    ``fails`` runs a schedule and gives the steps taken if it failed.
+    ``fails`` runs a schedule and returns the steps taken if it failed, else None.
     """
     best = trace
 
@@ -170,12 +171,12 @@ def shrink(
 
 
 def _simpler(parts: list[Segment]) -> Iterator[list[Segment]]:
-    # Drop the end: what comes after runs one program after another.
+    # Drop the end: after it, programs run one after another.
     for keep in _halvings(len(parts)):
         yield parts[:keep]
     for at in range(len(parts)):
         yield parts[:at] + parts[at + 1 :]
-    # Two segments of a program become one, at either place.
+    # Make one of two segments of a program, at either place.
     for at, (program, steps) in enumerate(parts):
         for other in range(at + 2, len(parts)):
             if parts[other][0] == program:

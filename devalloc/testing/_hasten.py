@@ -1,7 +1,7 @@
-"""Triton's interpreter (3.6 to 3.9), faster: what it computes again and again is computed once.
+"""Make Triton's interpreter (3.6 to 3.9) faster: compute once what it computes again and again.
 
-Every replacement gives what the function that it replaces gives, and calls that for whatever it
-does not know.
+Every replacement gives the same results as the function that it replaces, and calls that function
+for everything it does not know.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from triton.runtime import interpreter
 _BUILDER = interpreter.interpreter_builder
 _SEMANTIC = TritonSemantic(_BUILDER)
 
-# Kernels meet few types and constants; whoever makes more than this begins anew.
+# Kernels use few types and constants; a table that grows beyond this is emptied.
 _MOST_REMEMBERED = 1 << 16
 
-# The code of what `tl.core.builtin` puts around a function, which only asks for a semantic.
+# The code of the wrapper by `tl.core.builtin`, which only checks that there is a semantic.
 _BUILTIN_CODE = core.builtin(lambda: None).__code__
 
 
 def _remembering_tensor(
     plain: Callable[[Any, Any, Any], None],
 ) -> Callable[[Any, Any, Any], None]:
-    """``tl.tensor.__init__``, which derives everything but the handle from the type: once."""
+    """``tl.tensor.__init__``: it derives everything but the handle from the type, here once."""
 
     def init(self: Any, handle: Any, type: Any) -> None:
         fields = type.__dict__.get("_tensor_fields")
@@ -47,7 +47,7 @@ def _remembering_tensor(
 def _remembering_element(
     plain: Callable[[Any, Any], Any],
 ) -> Callable[[Any, Any], Any]:
-    """``tl.block_type.with_element_ty``, one object for each shape and element."""
+    """``tl.block_type.with_element_ty``, with one object for each shape and element type."""
 
     def with_element_ty(self: Any, scalar_ty: Any) -> Any:
         known = self.__dict__.setdefault("_with_element_ty", {})
@@ -60,7 +60,7 @@ def _remembering_element(
 
 
 def _remembering_dtype(plain: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
-    """``_get_np_dtype``, which makes a table of all types for each call."""
+    """``_get_np_dtype``, which otherwise makes a table of all types in each call."""
     known: dict[str, np.dtype] = {}
 
     def get(dtype: Any) -> np.dtype:
@@ -72,7 +72,7 @@ def _remembering_dtype(plain: Callable[[Any], np.dtype]) -> Callable[[Any], np.d
 
 
 def _remembering_common_type(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``TritonSemantic.computation_type_impl``: the type in which two operands are computed."""
+    """``TritonSemantic.computation_type_impl``: the type in which an operation is computed."""
     known: dict[tuple[Any, ...], Any] = {}
 
     def common(self: Any, a: Any, *rest: Any) -> Any:
@@ -85,18 +85,18 @@ def _remembering_common_type(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _remembering_operands(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``TritonSemantic.binary_op_type_checking_impl`` and its like, which bring two operands to a
-    common type and shape.
+    """``TritonSemantic.binary_op_type_checking_impl`` and similar functions, which bring two
+    operands to a common type and shape.
 
-    What becomes of them depends on the types of tensors and the values of numbers. Tensors that
-    came out as they went in do so again, and an integer becomes the same constant again.
+    The results depend on the types of tensors and on the values of numbers. Tensors that came out
+    unchanged do so again, and an integer becomes the same constant again.
     """
     known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def operands(self: Any, lhs: Any, rhs: Any, *flags: Any) -> Any:
         left = lhs.type.name if type(lhs) is tl.tensor else lhs
         right = rhs.type.name if type(rhs) is tl.tensor else rhs
-        # (Nothing but int: True and 1.0 equal 1, and become other constants.)
+        # (Only int itself: True and 1.0 equal 1 but become other constants.)
         if type(left) not in (str, int) or type(right) not in (str, int):
             return plain(self, lhs, rhs, *flags)
         key = (left, right, flags)
@@ -115,8 +115,8 @@ def _remembering_operands(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reusable(given: tuple[Any, Any], results: tuple[Any, Any]) -> tuple[Any, ...]:
-    """Of each operand, the constant that it became, or None where it stayed as it was; nothing if
-    a tensor was changed, which is to be done each time."""
+    """For each operand, the constant that it became, or None if it is a tensor that stayed as it
+    was. Empty if a tensor was changed, which must be done each time."""
     found = []
     for operand, result in zip(given, results, strict=True):
         if type(operand) is int:
@@ -129,9 +129,12 @@ def _reusable(given: tuple[Any, Any], results: tuple[Any, Any]) -> tuple[Any, ..
 
 
 def _call_builtins_directly(scope: Any) -> None:
-    """Call the function behind each builtin: the interpreter puts a function around it that names
-    the semantic, and the library one that asks whether that was done."""
-    # (Looked for everywhere: calls that were nested in earlier launches have left theirs behind.)
+    """Call the function behind each builtin directly.
+
+    The interpreter wraps it in a function that passes the semantic, and the library in one that
+    checks that this was done.
+    """
+    # (In all of these: nested calls of earlier launches have left their wrappers behind.)
     for target in (tl, core, tl.math, tl.tensor):
         for name, patched in list(vars(target).items()):
             member = (getattr(patched, "__kwdefaults__", None) or {}).get("member")
@@ -151,9 +154,10 @@ def _quick_equality(plain: Callable[[Any, Any], bool]) -> Callable[[Any, Any], b
 
 
 def hasten(scope: Any) -> None:
-    """Replace what the interpreter computes again and again, until the scope is restored.
+    """Replace functions that compute the same things again and again, until the scope is restored.
 
-    Overflow checks go: they are asserts, which are off unless the interpreter is in debug mode.
+    Overflow checks are left out: they are asserts, which are off unless the interpreter is in debug
+    mode.
     """
     scope.set_attr(tl.tensor, "__init__", _remembering_tensor(tl.tensor.__init__))
     element = _remembering_element(tl.block_type.with_element_ty)

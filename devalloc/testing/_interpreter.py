@@ -1,9 +1,9 @@
-"""What knows the inside of Triton's interpreter (3.6 to 3.9): this module and `_hasten`.
+"""What depends on the inside of Triton's interpreter (3.6 to 3.9), together with `_hasten`.
 
 A *session* patches the language once, lets nested ``@triton.jit`` functions be called directly
 (the interpreter patches the language anew for each of those calls), and passes every access to
-memory to whoever steers the programs. Outside of steered programs launches work as ever, only
-faster.
+memory to the code that steers the programs. Outside of steered programs launches work as usual,
+only faster.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BUILDER = interpreter.interpreter_builder
 _LIBRARY = str(Path(triton.__file__).parent)
 _OWN = str(Path(__file__).parent)
 
-# What an atomic "returns" in masked-off lanes: undefined on a GPU, and here the same every time.
+# The bytes that an atomic returns in masked-off lanes: undefined on a GPU, here always the same.
 _POISON = 0xA5
 
 # Hook of the running session: (kind, pointers, bytes per element, writes, run, lanes, dtype).
@@ -41,8 +41,8 @@ AccessHook = Callable[..., Any]
 class Result(TensorHandle):
     """What an access returned, fetched when a program first looks at it.
 
-    A value that no program ever looks at cannot change what the program does next; whoever
-    remembers a program's behaviour need not tell such values apart.
+    A value that a program never looks at cannot change what it does next, so code that remembers a
+    program's behaviour need not tell such values apart.
     """
 
     def __init__(self, fetch: Callable[[], np.ndarray], dtype: tl.dtype) -> None:
@@ -92,7 +92,7 @@ def _ones(count: int) -> TensorHandle:
     return TensorHandle(np.ones(count, dtype=bool), tl.int1)
 
 
-# No change whatever the word holds: such an access only looks.
+# Operands that change no word, whatever it holds: such an access only looks.
 _NEUTRAL = {
     ir.ATOMIC_OP.ADD: 0,
     ir.ATOMIC_OP.OR: 0,
@@ -228,7 +228,7 @@ def _call_directly(function: InterpretedFunction, *args: Any, **kwargs: Any) -> 
 
 
 def _language() -> tuple[Any, Any]:
-    """The modules that a session patches: Triton finds them among the globals of this function."""
+    """The modules that a session patches: Triton finds them in the globals of this function."""
     return tl, core
 
 
@@ -236,7 +236,7 @@ def _language() -> tuple[Any, Any]:
 def session(steered: Callable[[], AccessHook | None]) -> Iterator[None]:
     """Patch the language and the interpreter's accesses to memory until the end of the block.
 
-    ``steered()`` gives the hook of the program that is running, or None outside of one.
+    ``steered()`` returns the hook of the running program, or None outside of programs.
     """
     hooks = _Hooks(steered)
     nested = InterpretedFunction.__call__
@@ -263,10 +263,10 @@ def quick_interpreter() -> Iterator[None]:
     """Let interpreted kernels run five to ten times as fast until the end of the block.
 
     The interpreter patches the language anew in each call of a nested ``@triton.jit`` function,
-    makes the same types again and again, and finds anew for each operation how its operands come
-    to one type; here that is done once. Integer overflow is not checked, which without the
-    interpreter's debug mode has no effect. Not thread-safe, as little as the interpreter. Blocks
-    may be nested, and `Interleaving` used inside.
+    makes the same types again and again, and works out for each operation how its operands come to
+    one type; within the block that is done once. Integer overflow is not checked, which makes no
+    difference unless the interpreter is in debug mode. Like the interpreter, this is not
+    thread-safe. Blocks may be nested, and `Interleaving` may be used inside.
     """
     with session(lambda: None):
         yield
@@ -275,10 +275,11 @@ def quick_interpreter() -> Iterator[None]:
 def bind(
     kernel: Any, grid: tuple[int, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[[], Callable[[], None]], list[Any]]:
-    """A function that, inside a session, gives the body of one program of a launch; and the
+    """A function that, inside a session, returns the body of one program of a launch; and the
     launch's tensor arguments.
 
-    Raises InvalidArgument for a kernel that is not interpreted, or tensors not on the CPU.
+    Raises InvalidArgument for a kernel that is not interpreted, wrong arguments, or tensors that
+    are not on the CPU.
     """
     if not isinstance(kernel, InterpretedFunction):
         raise InvalidArgument(
@@ -309,7 +310,7 @@ def bind(
 
 
 def enter_program(grid: tuple[int, int, int], index: tuple[int, int, int]) -> None:
-    """Make ``tl.program_id`` and ``tl.num_programs`` speak of one program."""
+    """Make ``tl.program_id`` and ``tl.num_programs`` those of one program."""
     _BUILDER.set_grid_dim(*grid)
     _BUILDER.set_grid_idx(*index)
 

@@ -1,6 +1,6 @@
 """Memory that steered programs share: what they changed, how to undo it, and a key of its state.
 
-Tracks aligned words of 8 bytes, wherever they lie. The programs' accesses are the only writers.
+It tracks aligned words of 8 bytes, wherever they lie. Nothing but the programs writes to them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _from_address = c_uint64.from_address
 
 
 class WildAccess(DevallocError):
-    """A program touched memory that none of its tensors holds."""
+    """A program accessed memory that is neither in the launches' tensors nor declared."""
 
 
 class Memory:
     """Words written since the start of a run, their first values, and a key of all values.
 
-    ``key`` is equal for equal memory: the exclusive or of one random number of 128 bits for
-    every word that differs from its first value (Zobrist hashing).
+    ``key`` is equal for equal memory: the exclusive or of random numbers of 128 bits, one for every
+    word that differs from its first value and for that value (Zobrist hashing).
     """
 
     def __init__(self, regions: Iterable[tuple[int, int]]) -> None:
@@ -59,7 +59,7 @@ class Memory:
                 self.first[word] = self.now[word] = _from_address(word).value
 
     def after_write(self, words: Sequence[int]) -> list[tuple[int, int]]:
-        """The words that changed, with their values before."""
+        """The words that changed, with their previous values."""
         changed = []
         for word in words:
             old = self.now[word]
@@ -77,7 +77,7 @@ class Memory:
             _from_address(word).value = old
 
     def restore(self) -> None:
-        """Give every word its first value."""
+        """Give every word its first value again."""
         for word, value in self.first.items():
             if self.now[word] != value:
                 _from_address(word).value = value
@@ -85,7 +85,7 @@ class Memory:
         self.key = 0
 
     def forget(self) -> None:
-        """Take what memory holds now for its first values."""
+        """Take the present contents of memory as its first values."""
         self.first.clear()
         self.now.clear()
         self.key = 0

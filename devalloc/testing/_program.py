@@ -1,10 +1,10 @@
 """Steered programs: each runs to its next access to memory and waits there.
 
 A program is deterministic: what it does next follows from what it has seen. So its behaviour is
-remembered as a tree. A node is an access that it makes, or a look at what an access returned;
-a look has a branch for every value seen there. To run a program along a known path costs nothing
-but its accesses; the interpreter runs only where the tree ends, in a coroutine that is first fed
-with the results so far. Results that no program looks at make no branches.
+remembered as a tree. A node is an access that the program makes, or a look at what an access
+returned; a look has a branch for every value seen there. Running a program along a known path costs
+nothing but its accesses. The interpreter runs only where the tree ends, in a coroutine that is
+first fed with the results so far. Results that no program looks at make no branches.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Access:
 class Node:
     """A point in a program's behaviour: an access, a look at result ``index``, or the end.
 
-    ``waiting``: at an access, the earlier results that the program has not looked at and still
-    can. ``serial`` names the point among all points of all programs.
+    ``waiting``, at an access, is the earlier results that the program has not looked at and still
+    can. ``serial`` numbers the points of a program.
     """
 
     __slots__ = ("access", "branches", "error", "index", "serial", "waiting")
@@ -77,7 +77,7 @@ class Node:
 
 
 class Program:
-    """One program of a launch, and the tree of what it was seen to do."""
+    """One program of a launch, and the tree of what it has been seen to do."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class Program:
 
 
 class Cursor:
-    """Where a program is in one run: a node (an access about to be made, or the end), and what
-    its accesses so far returned."""
+    """Where a program is in one run: a node (the next access, or the end), and what its accesses so
+    far returned."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -126,7 +126,7 @@ class Cursor:
         return access
 
     def accept(self, result: np.ndarray) -> None:
-        """The access was performed and returned ``result``: go on to the next."""
+        """Note that the access was performed and returned ``result``; go on to the next."""
         self.results.append(result)
         self._follow(self.node, None)
 
@@ -146,7 +146,7 @@ class Cursor:
             parent, key = node, self.results[node.index].tobytes()
 
     def state(self) -> tuple[Any, ...]:
-        """Equal for equal futures, as far as the program itself decides them."""
+        """A key that is equal for equal futures, as far as the program itself decides them."""
         waiting = self.node.waiting
         if not waiting:
             return (self.node.serial,)
@@ -169,7 +169,7 @@ class Cursor:
 
 
 class _Live(greenlet):
-    """A program being interpreted, to grow the tree of its behaviour."""
+    """A program that is being interpreted, to grow the tree of its behaviour."""
 
     def __init__(self, cursor: Cursor) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class _Live(greenlet):
         self._pending: list[tuple[tuple[int, ...], weakref.ref[Result]]] = []
 
     def resume(self) -> Node:
-        """Run to the next access whose result is not there, or to the end: its node."""
+        """Run to the next access whose result is not known, or to the end; returns that node."""
         self.parent = getcurrent()
         _interpreter.enter_program(self.program.grid, self.program.index)
         self.program.interpreted += 1
@@ -284,6 +284,6 @@ class _Live(greenlet):
 
 
 def steered() -> _interpreter.AccessHook | None:
-    """The hook of the program that runs now; None outside of programs."""
+    """The hook of the running program; None outside of programs."""
     current = getcurrent()
     return current.access if isinstance(current, _Live) else None

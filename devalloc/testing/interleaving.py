@@ -8,9 +8,9 @@
     lab = Interleaving(Launch(count_kernel, (4,), counter), check=check)
     print(lab.explore(PCT(depth=3), schedules=1000))
 
-A failing schedule is shrunk and raised as `ScheduleError`; its message holds one line that
-replays it. Works with any kernel that Triton's interpreter runs (TRITON_INTERPRET=1); knows
-nothing of what the kernels do. docs/interleaving.md tells the rest.
+A failing schedule is shrunk and raised as a `ScheduleError`, whose message holds one line that
+replays it. This works with any kernel that Triton's interpreter runs (TRITON_INTERPRET=1), whatever
+the kernel does. See docs/interleaving.md.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from devalloc.testing.schedules import (
     text,
 )
 
-_MAX_NODES = 400_000  # remembered behaviour, about 1 KiB each
+_MAX_NODES = 400_000  # nodes of remembered behaviour, about 1 KiB each
 _STORY_ENDS = 12
 
-# How the kinds of access begin before which programs are switched.
+# Programs are switched before accesses whose kind begins with one of these.
 SWITCH_AT = {
     "atomics": ("atomic",),
     "writes": ("atomic", "store"),
@@ -63,8 +63,13 @@ class Launch:
     kernel : function decorated with ``triton.jit``, interpreted
     grid : tuple of 1 to 3 ints
     *args, **kwargs
-        The kernel's arguments; tensors on the CPU. Compiler options such as ``num_warps`` are
-        ignored.
+        The kernel's arguments; tensors must be on the CPU. Compiler options such as ``num_warps``
+        are ignored.
+
+    Raises
+    ------
+    InvalidArgument
+        For a kernel that is not interpreted, a bad grid, wrong arguments, or tensors elsewhere.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
@@ -81,39 +86,41 @@ class Interleaving:
     Parameters
     ----------
     *launches : Launch
-        Of one or several kernels. Programs are numbered through all of them, x fastest.
+        Of one or several kernels. Programs are numbered through all launches, x fastest.
     check : callable, optional
-        ``check(run)`` is called when all programs have ended, and raises if the memory or
-        ``run.events`` are wrong. It must depend on nothing else: of equal outcomes only the first
-        is checked. It may write to the launches' tensors; that is undone.
+        ``check(run)`` is called when all programs have ended. It must raise if the memory or
+        ``run.events`` are wrong, and depend on nothing else, because of equal outcomes only the
+        first is checked. It may write to the launches' tensors; the writes are undone.
     invariant : callable, optional
-        ``invariant(run)`` is called after every step, in the same way: what always holds.
+        ``invariant(run)`` is called after every step, under the same rules, to check what must
+        always hold.
     switch_at : "atomics", "writes" or "all"
-        Where programs take turns: before atomics; before plain stores as well; before plain loads
-        as well. The fewer, the faster.
+        Where programs take turns: before atomics; with "writes" before plain stores too; with
+        "all" before plain loads too. The fewer such points, the faster.
     memory : sequence of (address, bytes)
-        Memory that programs reach other than through the launches' tensors.
+        Memory that programs reach in other ways than through the launches' tensors.
     journal : torch.Tensor, optional
-        One of the launches' tensors. A store to it is an event, and a point where programs take
-        turns, whatever ``switch_at`` says.
+        One of the launches' tensors. A store to it is an event, and also a point where programs
+        take turns, whatever ``switch_at`` is.
     split_blocks : bool
-        Elements of a block are accessed one after the other and not all at once.
+        Access the elements of a block one after the other instead of all at once.
     step_limit : int
-        Steps after which a schedule counts as stuck.
+        Number of steps after which a schedule counts as stuck.
     patience : int
         How often a program may access the same words, while nothing changes, before it counts
-        as waiting, and others are preferred.
+        as waiting and other programs are preferred.
     shrink_seconds : float
-        How long to look for a simpler schedule when one fails; with 0 it is raised as found.
+        How long to look for a simpler schedule when one fails; 0 to raise it as it was found.
 
     Raises
     ------
     InvalidArgument
+        For no launch, an unknown ``switch_at``, or a tensor that cannot be a journal.
 
     Notes
     -----
-    Sequentially consistent: weak memory orders are not explored. Memory has its first values
-    again after every schedule. Not thread-safe, as little as Triton's interpreter.
+    Execution is sequentially consistent: weak memory orders are not explored. After every schedule
+    memory has its first values again. Like Triton's interpreter, this is not thread-safe.
     """
 
     def __init__(
@@ -179,19 +186,21 @@ class Interleaving:
         schedules: int | None = None,
         seconds: float = math.inf,
     ) -> Report:
-        """Run schedules until so many are done, so much time is over, or none is left.
+        """Run schedules until ``schedules`` are done, ``seconds`` are over, or none is left.
 
         Parameters
         ----------
         strategy : Random, PCT, Exhaustive, or another Strategy
         schedules : int, optional
-            Default: no bound for `Exhaustive`, else 1000.
+            The most schedules to run. Default: no bound for `Exhaustive`, else 1000.
         seconds : float
+            No schedule begins after this time.
 
         Raises
         ------
         ScheduleError
-            For the first schedule that fails: a program or the check raised, or there was no end.
+            For the first schedule that fails: a program, the check or the invariant raised, or the
+            schedule did not end within ``step_limit`` steps.
         """
         exhaustive = isinstance(strategy, Exhaustive)
         default = 1 << 60 if exhaustive else 1000
@@ -219,9 +228,9 @@ class Interleaving:
         Raises
         ------
         ScheduleError
-            If it fails.
+            If the schedule fails.
         InvalidArgument
-            If it is no schedule.
+            If the text is not a schedule.
         """
         wanted = parse(schedule)
         with self._session():
@@ -299,7 +308,7 @@ class Interleaving:
         return Run(tuple(execution.events), text(segments(execution.trace)))
 
     def _judge(self, execution: Execution) -> None:
-        """Check the end of a schedule, unless an equal one has passed."""
+        """Check the outcome of a schedule, unless an equal one has passed."""
         self._ask(self._check, execution, self._passed)
 
     def _hold(self, execution: Execution) -> None:
@@ -335,7 +344,7 @@ class Interleaving:
         budget = Budget(_SHRINK_RUNS, self._shrink_seconds)
         trace = shrink(found.trace, fails, budget)
         parts = segments(trace)
-        # The shortest text for it: what comes after its end follows by itself.
+        # The shortest text for it: what comes after the end of the text follows by itself.
         for keep in range(len(parts)):
             if not budget.left(keep):
                 break
@@ -386,7 +395,7 @@ class Interleaving:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One schedule: the steps taken, what a check sees, and how it failed, if it did."""
+    """One run of a schedule: the steps taken, what a check sees, and the error if it failed."""
 
     trace: list[int]
     run: Run

@@ -1,4 +1,4 @@
-"""What explorations tell: the end of one run, the sum of many, and a schedule that fails."""
+"""Results of explorations: the end of one run, the sum of many, and a schedule that fails."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from devalloc.testing._execution import Event
 class Run:
     """The end of one schedule, as a check sees it.
 
-    ``events``: what programs stored to the journal, in the order in which it happened.
-    ``schedule``: the line that replays the run.
+    ``events`` is what programs stored to the journal, in the order of the stores. ``schedule`` is
+    the line that replays the run.
     """
 
     events: tuple[Event, ...]
@@ -23,10 +23,10 @@ class Run:
 class Report:
     """What an exploration did.
 
-    ``schedules`` run to their end; ``steps`` taken; ``outcomes``: different final states, each
-    checked once; ``complete``: nothing is left to explore within the strategy's bound;
-    ``seconds`` taken; ``interpreted``: stretches of programs that had to be interpreted, the
-    others were remembered.
+    ``schedules`` ran to their end, in ``steps`` steps and ``seconds`` seconds. ``outcomes`` is the
+    number of different final states, each checked once. ``complete`` says that nothing is left to
+    explore within the strategy's bound. ``interpreted`` counts the stretches of programs that had
+    to be interpreted; the others were remembered.
     """
 
     strategy: str

@@ -1,8 +1,8 @@
 """Schedules as text, and the strategies that choose them.
 
 A schedule is a list of ``program*steps``, such as ``0*12 1*3 0``: program 0 takes 12 steps,
-program 1 takes 3, and program 0 goes on to its end (no count: as long as it can). When the list
-is at its end, programs run one after another.
+program 1 takes 3, and program 0 goes on to its end (without a count a program runs as long as it
+can). After the end of the list, programs run one after another.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ def text(segments: Sequence[Segment]) -> str:
 
 
 def segments(trace: Sequence[int]) -> list[Segment]:
-    """Run lengths of the programs that took the steps of a run."""
+    """The steps of a run as segments: each program with the steps that it took in a row."""
     return [(program, len(list(group))) for program, group in groupby(trace)]
 
 
 def follow(wanted: Sequence[Segment]) -> Choice:
-    """Choices as a schedule says; behind its end, and where it names a program that has ended,
-    programs run one after another."""
+    """Choices that follow a schedule.
+
+    It skips segments of programs that have ended; after the last segment, programs run one after
+    another.
+    """
     rest = [list(segment) for segment in reversed(wanted)]
 
     def choose(execution: Execution) -> int:
@@ -74,7 +77,7 @@ def one_after_another(execution: Execution) -> int:
 class Strategy(Protocol):
     """Chooses the schedules of an exploration.
 
-    ``choices(i, steps)`` gives the choices of the i-th schedule; ``steps`` is the length of the
+    ``choices(i, steps)`` returns the choices of the i-th schedule; ``steps`` is the length of the
     longest run so far, 0 before the first.
     """
 
@@ -83,13 +86,13 @@ class Strategy(Protocol):
 
 @dataclass(frozen=True)
 class Random:
-    """Each step is taken by a program chosen at random.
+    """A program chosen at random takes each step.
 
     Parameters
     ----------
     seed : int
     stay : float
-        Probability that the program of the last step takes the next as well, without a choice.
+        Probability that the program of the last step takes the next one too, without a choice.
     """
 
     seed: int = 0
@@ -110,11 +113,11 @@ class Random:
 
 @dataclass(frozen=True)
 class PCT:
-    """Probabilistic concurrency testing: random priorities that change at few random steps.
+    """Probabilistic concurrency testing: random priorities that change at a few random steps.
 
-    The program of highest priority runs; at ``depth - 1`` random steps the running one falls
+    The program of highest priority runs; at ``depth - 1`` random steps the running program falls
     below all others. A bug that needs d orderings shows in a schedule of n programs and k steps
-    with probability at least 1 / (n k**(d - 1)). Programs that only wait fall, too.
+    with probability at least 1 / (n k**(d - 1)). Programs that only wait are passed over.
 
     Source: Burckhardt et al., A randomized scheduler with probabilistic guarantees of finding
     bugs, ASPLOS 2010.
@@ -122,7 +125,7 @@ class PCT:
     Parameters
     ----------
     depth : int
-        Orderings that the bug may need, at least 1.
+        How many orderings the bug may need; at least 1.
     seed : int
     """
 
@@ -155,11 +158,11 @@ class PCT:
 
 @dataclass(frozen=True)
 class Exhaustive:
-    """Every schedule with at most ``preemptions`` preemptions; None: every schedule.
+    """Every schedule with at most ``preemptions`` preemptions; with None, every schedule.
 
     A preemption takes the turn from a program that could go on. States that were met before are
-    not entered again, so two schedules that differ only in the order of independent accesses
-    are one.
+    not entered again, so schedules that differ only in the order of independent accesses count as
+    one.
 
     Parameters
     ----------
