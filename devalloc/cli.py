@@ -39,7 +39,7 @@ class SizeType(click.ParamType):
 
 
 def clean_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn what can go wrong for a user into one line and exit status 1."""
+    """Turn the errors that a user can cause into one line and exit status 1."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -57,7 +57,7 @@ def choose_device(wanted: str | None) -> tuple[str | None, str]:
     Parameters
     ----------
     wanted : str or None
-        As the user said; None: a GPU if there is one.
+        What the user asked for; None: a GPU if there is one.
 
     Returns
     -------
@@ -67,7 +67,7 @@ def choose_device(wanted: str | None) -> tuple[str | None, str]:
     Raises
     ------
     InvalidArgument
-        If a device is wanted that is not there.
+        If the device that is wanted is not there.
     """
     import torch
 
@@ -103,7 +103,7 @@ def main() -> None:
 @main.command()
 @clean_errors
 def info() -> None:
-    """Say what this machine has, what works here, and why not."""
+    """Say what this machine has, what works here, and why the rest does not."""
     console = Console()
     found = inspect_environment()
     facts = Table(show_header=False, box=None)
@@ -125,10 +125,15 @@ def info() -> None:
     "--graph",
     "graph_file",
     type=INPUT_FILE,
-    help="Edge list, plain or .gz: two vertex ids a line. Default: the imports of Python's "
-    "standard library.",
+    help="Edge list, plain or .gz: two vertex ids a line; # and % begin comments. Default: the "
+    "imports of Python's standard library.",
 )
-@click.option("--heap", "heap_bytes", type=SizeType(), help="Capacity, such as 64MiB.")
+@click.option(
+    "--heap",
+    "heap_bytes",
+    type=SizeType(),
+    help="Capacity, such as 64MiB. Default: at least eight times what the edges need.",
+)
 @click.option(
     "--output",
     type=OUTPUT_FILE,
@@ -136,9 +141,22 @@ def info() -> None:
     show_default=True,
     help="Picture of the heap's pages after each step.",
 )
-@click.option("--device", help="cuda, cuda:1, ... or cpu (Triton's interpreter).")
-@click.option("--batch", type=click.IntRange(min=1), help="Edges per launch.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--device",
+    help="cuda, cuda:1, ... or cpu (Triton's interpreter). Default: a GPU if there is one.",
+)
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    help="Edges per launch. Default: a sixteenth of all.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Chooses the order of the edges and which half is deleted.",
+)
 @clean_errors
 def demo(
     graph_file: Path | None,
@@ -148,10 +166,11 @@ def demo(
     batch: int | None,
     seed: int,
 ) -> None:
-    """Build adjacency lists on the device, where each grows in the kernel; then take them down.
+    """Build adjacency lists that grow inside the kernel, then delete and free them.
 
     Edges arrive in batches, in random order; no list's length is known beforehand. Then a random
-    half of the edges is deleted, then everything freed. Every step is checked against the CPU.
+    half of the edges is deleted, and then everything is freed. Every step is checked against the
+    CPU.
     """
     require_folder(output)
     device, where = choose_device(device)
@@ -188,12 +207,14 @@ def view(snapshots: tuple[Path, ...], output: Path) -> None:
 
 @main.command()
 @click.argument("trace_file", type=INPUT_FILE, metavar="TRACE")
-@click.option("--policy", "policies", multiple=True, help="Only this one; may be repeated.")
+@click.option(
+    "--policy", "policies", multiple=True, help="Replay only this policy; may be repeated."
+)
 @click.option("--capacity", type=SizeType(), help="Size of the simulated device, such as 80GiB.")
 @click.option(
     "--device",
     type=click.IntRange(min=0),
-    help="Which device of a snapshot. Default: the one with the most events.",
+    help="Which device of PyTorch's snapshot. Default: the one with the most events.",
 )
 @click.option(
     "-o",
@@ -201,7 +222,7 @@ def view(snapshots: tuple[Path, ...], output: Path) -> None:
     type=OUTPUT_FILE,
     default=Path("devalloc-replay.png"),
     show_default=True,
-    help="Picture of what is reserved, and how fragmented, over time.",
+    help="Picture of how much is reserved over time, and how fragmented it is.",
 )
 @clean_errors
 def replay(
@@ -211,10 +232,10 @@ def replay(
     device: int | None,
     output: Path,
 ) -> None:
-    """Replay recorded allocations through every policy, on the CPU, without memory.
+    """Replay recorded allocations through every policy, on the CPU.
 
-    TRACE is a pickle of torch.cuda.memory._snapshot(), a CSV log with RMM's columns, or a compact
-    trace; gzip'ed or not. Pickles of anything but plain data are refused.
+    No memory is allocated. TRACE is a pickle of torch.cuda.memory._snapshot(), a CSV log with RMM's
+    columns, or a compact trace; gzip'ed or not. Pickles of anything but plain data are refused.
     """
     require_folder(output)
 
@@ -263,7 +284,7 @@ class Benchmarks(click.Group):
 
 @main.command(cls=Benchmarks)
 def bench() -> None:
-    """Measure heap and arenas, and set the rows beside peers and targets (in a checkout)."""
+    """Measure and stress heaps and arenas (in a checkout)."""
 
 
 def require_folder(output: Path) -> None:
