@@ -1,9 +1,9 @@
 """A kernel with an off-by-one error, and what a debug heap says about it.
 
-Every lane keeps a list of its own: a count, and then as many numbers. Whoever wrote `keep` forgot
-that the count needs room, too. With an ordinary heap the last number of a list may end up in its
-neighbour's count, and the kernel that notices is an innocent one. A debug heap names the block that
-was written past, where, and whose it is.
+Every lane keeps a list of its own: a count, and then as many numbers. `keep` forgets that the count
+needs room, too. In an ordinary heap the last number of a list may end up in its neighbour's count,
+and the kernel that fails later is an innocent one. A debug heap names the block that was written
+past, where, and whose it is.
 
 Run it: ``python examples/debug_heap.py`` (without a GPU: with ``TRITON_INTERPRET=1``).
 """
@@ -18,7 +18,7 @@ from devalloc import kernels as da
 
 @triton.jit
 def keep(heap, tag, addrs, LANES: tl.constexpr):
-    """List i gets the numbers 1 to i + 1."""
+    """Give lane i a list of the numbers 1 to i + 1."""
     lane = tl.arange(0, LANES)
     length = lane + 1
     addr = da.malloc(heap, 4 * length, tag=tag)  # wrong: 4 * (length + 1)

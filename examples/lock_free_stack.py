@@ -1,12 +1,13 @@
 """A lock-free stack with a bug that tests on a GPU rarely meet, and the schedule that shows it.
 
-The nodes of the stack are numbers; ``after[node]`` is the node below. `pop` reads the head and
-the node below it, and swaps the head for that by compare-and-swap: right, as long as the head did
-not change. But the compare-and-swap only sees that the head is *equal*. If the node was taken and
-put back meanwhile, with another one below it, the swap succeeds and the head becomes a node that
-somebody owns: the ABA problem.
+The nodes of the stack are numbers; ``after[node]`` is the node below. `pop` reads the head and the
+node below it, and replaces the head by the node below with a compare-and-swap. That is right as long
+as the head did not change in between, but the compare-and-swap only sees that the head is *equal*. If
+the node was taken and put back meanwhile, with another node below it, the swap succeeds and the head
+becomes a node that somebody owns: the ABA problem.
 
-`tagged_pop` and `tagged_push` keep a counter beside the head. No value of the head comes back.
+`tagged_pop` and `tagged_push` keep a counter beside the head, so that no value of the head comes
+back.
 
 Run it: ``python examples/lock_free_stack.py`` (no GPU needed).
 """
@@ -61,7 +62,7 @@ def stack_kernel(head, after, kept):
 
 @triton.jit
 def with_node(word, node):
-    """The head after ``word``: another node, and a counter that never was before."""
+    """The head that follows ``word``: another node, and a counter one higher."""
     return ((word >> 32) + 1 << 32) | (node.to(tl.int64) & 0xFFFFFFFF)
 
 
@@ -99,7 +100,7 @@ def tagged_stack_kernel(head, after, kept):
 
 
 def laboratory(tagged: bool, nodes: int = 4, programs: int = 2) -> Interleaving:
-    """A stack of nodes 0 (on top), 1, 2, ..., and programs that take and put back."""
+    """A stack of nodes 0 (on top), 1, 2, ..., and programs that take nodes and put them back."""
     head = torch.zeros(1, dtype=torch.int64 if tagged else torch.int32)
     after = torch.arange(1, nodes + 1, dtype=torch.int32)
     after[-1] = EMPTY.value
@@ -119,12 +120,12 @@ def laboratory(tagged: bool, nodes: int = 4, programs: int = 2) -> Interleaving:
 
 
 def find_the_bug() -> Report:
-    """Raises ScheduleError with the schedule in which a node gets two owners."""
+    """Raise ScheduleError with a schedule in which a node gets two owners."""
     return laboratory(tagged=False).explore(PCT(depth=3), schedules=1000)
 
 
 def prove_the_repair() -> Report:
-    """Explores every schedule of two programs."""
+    """Explore every schedule of two programs."""
     return laboratory(tagged=True).explore(Exhaustive(preemptions=None))
 
 

@@ -1,8 +1,8 @@
 """Programs of one launch that hand each other blocks.
 
-Every program writes letters of lengths of its own, and leaves each in one of a few mailboxes. What
-it finds there it takes out, reads, and frees: memory that another program of the same launch has
-allocated. Nobody waits for anybody.
+Every program writes letters of different lengths and leaves each in one of a few mailboxes. If there
+is a letter in the box already, the program takes it out, reads it and frees it: memory that another
+program of the same launch has allocated. No program waits for another.
 
 Run it: ``python examples/mailboxes.py`` (without a GPU: with ``TRITON_INTERPRET=1``).
 """
@@ -20,7 +20,7 @@ PROGRAMS, BOXES = 16, 7
 
 @triton.jit
 def send_kernel(heap, boxes, sums, LETTERS: tl.constexpr, BOXES: tl.constexpr):
-    """``sums``: of each program, what it wrote, and then what it read."""
+    """``sums``: two numbers per program, the sum of what it wrote and of what it read."""
     me = tl.program_id(0)
     word = tl.arange(0, 128)
     written = tl.zeros((), tl.int64)
@@ -33,7 +33,7 @@ def send_kernel(heap, boxes, sums, LETTERS: tl.constexpr, BOXES: tl.constexpr):
             tl.store(letter, length.to(tl.int64))
             tl.store(letter + 1 + word, (word + me).to(tl.int64), mask=word < length)
             written += tl.sum(tl.where(word < length, word + me, 0).to(tl.int64), axis=0)
-            # All threads have written before one of them says so.
+            # All threads must have written before one of them publishes the letter.
             tl.debug_barrier()
             got = tl.atomic_xchg(boxes + (me + turn) % BOXES, addr, sem="acq_rel")
             if got != 0:
