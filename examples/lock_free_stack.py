@@ -1,13 +1,12 @@
 """A lock-free stack with a bug that tests on a GPU rarely meet, and the schedule that shows it.
 
 The nodes of the stack are numbers; ``after[node]`` is the node below. `pop` reads the head and the
-node below it, and replaces the head by the node below with a compare-and-swap. That is right as long
-as the head did not change in between, but the compare-and-swap only sees that the head is *equal*. If
-the node was taken and put back meanwhile, with another node below it, the swap succeeds and the head
-becomes a node that somebody owns: the ABA problem.
+node below it, and swaps the one for the other by compare-and-swap: right, as long as the head did
+not change. But the compare-and-swap only sees that the head is *equal*. If the node was taken and
+put back meanwhile, with another one below it, the swap succeeds and the head becomes a node that
+somebody owns: the ABA problem.
 
-`tagged_pop` and `tagged_push` keep a counter beside the head, so that no value of the head comes
-back.
+`tagged_pop` and `tagged_push` keep a counter beside the head, so no value of the head comes back.
 
 Run it: ``python examples/lock_free_stack.py`` (no GPU needed).
 """

@@ -1,7 +1,7 @@
 """Programs of one launch that hand each other blocks.
 
-Every program writes letters of different lengths and leaves each in one of a few mailboxes. If there
-is a letter in the box already, the program takes it out, reads it and frees it: memory that another
+Every program writes letters of different lengths and leaves each in one of a few mailboxes. If the
+box has a letter already, the program takes it out, reads it and frees it: memory that another
 program of the same launch has allocated. No program waits for another.
 
 Run it: ``python examples/mailboxes.py`` (without a GPU: with ``TRITON_INTERPRET=1``).
