@@ -84,3 +84,16 @@ def test_lanes_that_draw_get_all_that_is_there() -> None:
         heap.audit()
         free_lanes(heap, addrs.flatten(), block=1024)
         assert_whole_capacity(heap)
+
+
+@pytest.mark.parametrize("lanes", [1, 8])
+def test_a_heap_that_fills_is_packed(lanes: int) -> None:
+    """Most pages are taken and half of their slots are free: these are used before fresh pages."""
+    with Heap(PAGES * PAGE_BYTES) as heap:
+        addrs = malloc_lanes(heap, [SIZE] * (40 * SLOTS), block=1024)
+        heap.trim()
+        free_lanes(heap, addrs[::2].clone(), block=1024)
+        again = malloc_lanes(heap, [SIZE] * 4 * lanes, block=lanes)
+        assert set(again.tolist()) <= set(addrs[::2].tolist())
+        free_lanes(heap, torch.cat([addrs[1::2], again]), block=1024)
+        assert_whole_capacity(heap)
