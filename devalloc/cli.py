@@ -259,6 +259,7 @@ class Benchmarks(click.Group):
 
     MODULES = {  # noqa: RUF012
         "arena": "bench_arena",
+        "batches": "bench_batches",
         "compare": "compare",
         "device": "bench_device",
         "litmus": "bench_litmus",
