@@ -19,7 +19,7 @@ import torch
 from devalloc.arena_options import cuda_place_of, resolve_limit, resolve_source, resolve_stream
 from devalloc.arguments import sizes_of
 from devalloc.cache import Cache, Policy, PrivatePool
-from devalloc.errors import InvalidArgument, OutOfMemory
+from devalloc.errors import DoubleFree, InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
 from devalloc.sizes import format_size, parse_size
 from devalloc.sources import Segment, SimulatedSource, Source
@@ -42,12 +42,14 @@ class Block(Owner):
     Made by `Arena.alloc`, given back by `Arena.free`.
     """
 
-    __slots__ = ("__weakref__", "address", "arena", "nbytes")
+    __slots__ = ("__weakref__", "_live", "address", "arena", "nbytes")
 
     def __init__(self, arena: Arena, address: int, nbytes: int) -> None:
         self.arena = arena
         self.address = address
         self.nbytes = nbytes
+        # Deleted by the free. That is one step, in which one thread succeeds.
+        self._live = True
 
     def __repr__(self) -> str:
         return f"<devalloc.Block {format_size(self.nbytes)} at {self.address:#x}>"
@@ -270,11 +272,12 @@ class Arena(Owner):
                 dims = sizes_of(dims)
                 key = dims, dtype, stream
         if not isinstance(dtype, torch.dtype):
-            raise InvalidArgument(f"{dtype!r} is no torch.dtype")
+            raise InvalidArgument(f"a dtype is one of torch's, such as torch.int8, not {dtype!r}")
+        owner = self._owner(stream)
         nbytes = math.prod(dims) * dtype.itemsize
         if nbytes == 0:
             return without_elements(dims, dtype, self.device)
-        address = self._malloc(nbytes, stream)
+        address = self._malloc(nbytes, owner)
         try:
             stay = TensorStay(self._cache, key, address, nbytes)
         except BaseException:
@@ -282,10 +285,12 @@ class Arena(Owner):
             raise
         return stay.take()
 
-    def _malloc(self, nbytes: int, stream: int | None) -> int:
+    def _owner(self, stream: int | None) -> int:
+        given = self._streams.current() if stream is None else stream
+        return resolve_stream(given, self.device)
+
+    def _malloc(self, nbytes: int, owner: int) -> int:
         cache = self._cache
-        owner = self._streams.current() if stream is None else stream
-        owner = resolve_stream(owner, self.device)
         try:
             try:
                 return cache.malloc(nbytes, owner)
@@ -303,7 +308,7 @@ class Arena(Owner):
         """
         self._require_open()
         size = parse_size(nbytes)
-        address = self._malloc(size, stream)
+        address = self._malloc(size, self._owner(stream))
         try:
             return Block(self, address, self._cache.size_of(address) if address else 0)
         except BaseException:
@@ -314,19 +319,28 @@ class Arena(Owner):
     def free(self, block: Block) -> None:
         """Give a block back.
 
-        A block that was freed before must not be freed again: once its address has been handed out
-        anew, a second free would free the new block and is not noticed.
-
         Raises
         ------
-        DoubleFree, InvalidFree
-            If nothing lives at the block's address; nothing has changed then.
+        DoubleFree
+            If the block was freed before; nothing has changed then, whoever has its address now.
         InvalidArgument
             If it is not a block of this arena.
         """
         if not isinstance(block, Block) or block.arena is not self:
-            raise InvalidArgument(f"{block!r} is no block of {self!r}; free it where it came from")
-        self._cache.free(block.address)
+            raise InvalidArgument(
+                f"{self!r} frees blocks that its alloc returned, not {block!r}; free it where it "
+                "came from"
+            )
+        try:
+            del block._live
+        except AttributeError:
+            raise DoubleFree(f"{block!r} was freed before; free it once") from None
+        try:
+            self._cache.free(block.address)
+        except BaseException:
+            if self._cache.owns(block.address):
+                block._live = True  # or nobody could free it again
+            raise
 
     def heap(self, capacity: int | str) -> Heap:
         """A `devalloc.Heap` in memory of this arena.
@@ -355,13 +369,21 @@ class Arena(Owner):
         handle = stream if isinstance(stream, int) else self._handle(stream)
         if isinstance(what, Block):
             if what.arena is not self:
-                raise InvalidArgument(f"{what!r} is no block of {self!r}")
+                raise InvalidArgument(
+                    f"{what!r} is a block of {what.arena!r}, not of {self!r}; record the stream "
+                    "there"
+                )
+            if not hasattr(what, "_live"):
+                raise InvalidArgument(f"{what!r} was freed before; record streams of live blocks")
             address = what.address
         elif isinstance(what, torch.Tensor) and self._is_here(what.device):
             address = what.untyped_storage().data_ptr()
         else:
-            place = f"a tensor on {what.device}" if isinstance(what, torch.Tensor) else repr(what)
-            raise InvalidArgument(f"{place} is no memory of {self!r}")
+            given = f"a tensor on {what.device}" if isinstance(what, torch.Tensor) else repr(what)
+            raise InvalidArgument(
+                f"record_stream takes a block or a tensor of {self!r}, not {given}; for PyTorch's "
+                "own memory there is Tensor.record_stream"
+            )
         if address:
             self._cache.record_stream(address, resolve_stream(handle, self.device))
 
@@ -371,7 +393,9 @@ class Arena(Owner):
 
     def _handle(self, stream: torch.cuda.Stream) -> int:
         if not isinstance(stream, torch.cuda.Stream) or not self._is_here(stream.device):
-            raise InvalidArgument(f"{stream!r} is no stream of {self.device}")
+            raise InvalidArgument(
+                f"a stream is a torch.cuda.Stream on {self.device} or its handle, not {stream!r}"
+            )
         return stream.cuda_stream
 
     # Graphs ---------------------------------------------------------------------------------------
@@ -522,7 +546,7 @@ class _ArenaSource:
         self.capabilities = arena._source.capabilities
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
-        return self._arena._malloc(nbytes, stream)
+        return self._arena._malloc(nbytes, self._arena._owner(stream))
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
         # (Called when a segment ends, which may be in the middle of any other call.)

@@ -25,8 +25,10 @@ def make_policy(policy: str | Policy, **options: object) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
-    if policy not in POLICIES:
-        raise InvalidArgument(f"unknown policy {policy!r}; there are {', '.join(POLICIES)}")
+    if not isinstance(policy, str) or policy not in POLICIES:
+        raise InvalidArgument(
+            f"a policy is one of {', '.join(POLICIES)}, or a policy object, not {policy!r}"
+        )
     try:
         return POLICIES[policy](**options)
     except TypeError as error:

@@ -116,12 +116,15 @@ def test_a_dropped_arena_lives_until_its_last_tensor() -> None:
 
 class CountingHost(HostSource):
     out = 0
+    refuses = False
 
     def allocate(self, nbytes: int) -> int:
         self.out += 1
         return super().allocate(nbytes)
 
     def free(self, address: int, nbytes: int) -> None:
+        if self.refuses:
+            raise RuntimeError("refused")
         self.out -= 1
         super().free(address, nbytes)
 
@@ -150,6 +153,91 @@ def test_blocks(arena: Arena) -> None:
     empty = arena.alloc(0)
     assert (empty.address, empty.nbytes) == (0, 0)
     arena.free(empty)
+    with pytest.raises(DoubleFree, match="was freed before"):
+        arena.free(empty)
+
+
+def test_a_stale_block_frees_nobody_elses_memory(arena: Arena) -> None:
+    stale = arena.alloc("3MiB")
+    arena.free(stale)
+    block = arena.alloc("3MiB")
+    assert block.address == stale.address
+    with pytest.raises(DoubleFree, match="was freed before"):
+        arena.free(stale)
+    with pytest.raises(InvalidArgument, match="was freed before"):
+        arena.record_stream(stale, 7)
+    assert live(arena) == 1
+    assert not arena.cache._store.uses
+    arena.free(block)
+    assert live(arena) == 0
+
+
+def test_of_threads_that_free_one_block_one_succeeds(arena: Arena) -> None:
+    """Others allocate meanwhile, so that a second free would find a live block at the address."""
+    for _ in range(100):
+        block = arena.alloc(5000)
+        start = threading.Barrier(4)
+        outcomes: list[str] = []
+        taken: list[Block] = []
+
+        def free(
+            block: Block = block,
+            start: threading.Barrier = start,
+            outcomes: list[str] = outcomes,
+            taken: list[Block] = taken,
+        ) -> None:
+            start.wait()
+            try:
+                arena.free(block)
+            except DoubleFree:
+                outcomes.append("refused")
+            else:
+                outcomes.append("freed")
+            taken.append(arena.alloc(5000))
+
+        threads = [threading.Thread(target=free) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(outcomes) == ["freed"] + ["refused"] * 3
+        assert len({block.address for block in taken}) == live(arena) == 4
+        for block in taken:
+            arena.free(block)
+        assert live(arena) == 0
+
+
+def test_a_free_that_fails_leaves_the_block_to_be_freed(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(stream: int) -> None:
+        raise RuntimeError("no event can be recorded")
+
+    block = arena.alloc(1000)
+    arena.record_stream(block, 7)
+    with monkeypatch.context() as patch:
+        patch.setattr(arena.cache.streams, "record", fails)
+        with pytest.raises(RuntimeError, match="no event"):
+            arena.free(block)
+    assert live(arena) == 1
+    arena.free(block)
+    assert live(arena) == 0
+
+
+def test_a_block_that_is_free_though_its_free_failed() -> None:
+    """The source refuses what a closed arena gives back."""
+    source = CountingHost()
+    arena = Arena(source=source)
+    block = arena.alloc(1000)
+    arena.close()
+    source.refuses = True
+    with pytest.raises(RuntimeError, match="refused"):
+        arena.free(block)
+    source.refuses = False
+    with pytest.raises(DoubleFree):
+        arena.free(block)
+    arena.close()
+    assert source.out == 0
 
 
 @pytest.mark.skipif(ON_GPU, reason="compiled kernels cannot use host memory")
@@ -233,6 +321,7 @@ def test_the_per_thread_default_stream_is_refused(monkeypatch: pytest.MonkeyPatc
     block = arena.alloc(10)
     for call in (
         lambda: arena.empty(10, stream=2),
+        lambda: arena.empty(0, stream=2),
         lambda: arena.alloc(10, stream=2),
         lambda: arena.record_stream(block, 2),
         lambda: arena.triton_allocator()(10, 128, 2),
@@ -319,6 +408,7 @@ BAD: list[tuple[str, Callable[[Arena], object]]] = [
     ("dtype that cannot be looked up", lambda arena: arena.empty(3, [])),  # type: ignore[arg-type]
     ("no dtype", lambda arena: arena.empty(3, float)),  # type: ignore[arg-type]
     ("no stream", lambda arena: arena.empty(3, stream="s")),  # type: ignore[arg-type]
+    ("no stream for nothing", lambda arena: arena.empty(0, stream="s")),  # type: ignore[arg-type]
     ("no stream for a block", lambda arena: arena.alloc(3, stream=1.5)),  # type: ignore[arg-type]
     ("foreign tensor", lambda arena: arena.record_stream(torch.empty(5), 7)),
     ("another arena's tensor", lambda arena: arena.record_stream(OTHER.empty(5), 7)),
@@ -391,11 +481,11 @@ def test_every_type_is_served_or_refused(arena: Arena, dtype: torch.dtype) -> No
 @pytest.mark.gpu
 def test_on_the_gpu_streams_and_tensors_of_another_device_are_refused() -> None:
     here, there = Arena(source="host"), Arena(source="cuda")
-    with pytest.raises(InvalidArgument, match="no stream of cpu"):
+    with pytest.raises(InvalidArgument, match="a torch.cuda.Stream on cpu"):
         here.record_stream(here.empty(5), torch.cuda.Stream())
-    with pytest.raises(InvalidArgument, match="a tensor on cuda:0 is no memory"):
+    with pytest.raises(InvalidArgument, match="not a tensor on cuda:0"):
         here.record_stream(there.empty(5), 7)
-    with pytest.raises(InvalidArgument, match="a tensor on cpu is no memory"):
+    with pytest.raises(InvalidArgument, match="not a tensor on cpu"):
         there.record_stream(torch.empty(5), 7)
     there.record_stream(there.empty(5), torch.cuda.Stream())
 
@@ -405,6 +495,7 @@ def test_on_the_gpu_streams_and_tensors_of_another_device_are_refused() -> None:
     [
         {"source": "none"},
         {"source": "host", "policy": "none"},
+        {"source": "host", "policy": ["torch"]},
         {"source": "host", "device": "cuda"},
         {"source": "cuda", "device": "cpu"},
         {"source": HostSource(), "device": "cuda:0"},
