@@ -33,7 +33,8 @@ def watch(cache: Core) -> None:
 
 
 def _living() -> list[Core]:
-    return [cache for ref in tuple(_CACHES) if (cache := ref()) is not None]
+    # (Not `tuple`: a garbage collection may come in between and take a cache out of the set.)
+    return [cache for ref in _CACHES.copy() if (cache := ref()) is not None]
 
 
 def _before() -> None:

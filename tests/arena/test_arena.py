@@ -481,7 +481,7 @@ def test_every_type_is_served_or_refused(arena: Arena, dtype: torch.dtype) -> No
 @pytest.mark.gpu
 def test_on_the_gpu_streams_and_tensors_of_another_device_are_refused() -> None:
     here, there = Arena(source="host"), Arena(source="cuda")
-    with pytest.raises(InvalidArgument, match="a torch.cuda.Stream on cpu"):
+    with pytest.raises(InvalidArgument, match=r"a torch\.cuda\.Stream on cpu"):
         here.record_stream(here.empty(5), torch.cuda.Stream())
     with pytest.raises(InvalidArgument, match="not a tensor on cuda:0"):
         here.record_stream(there.empty(5), 7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -134,3 +135,21 @@ def test_two_threads_may_fork_at_once() -> None:
         thread.join()
     assert passed == [True] * 4
     use(cache)
+
+
+def test_a_garbage_collection_amid_the_list_of_caches_is_harmless() -> None:
+    """Wherever it comes, and though it ends a cache: else the fork would go on without locks."""
+    kept = [Cache(NumberSource()) for _ in range(30)]
+    before = gc.get_threshold()
+    for allocations in range(1, 30):
+        gc.collect(0)
+        gc.disable()
+        garbage = Cache(NumberSource())
+        garbage._holders.append(garbage.free)  # a cycle, which only a collection ends
+        del garbage
+        gc.set_threshold(gc.get_count()[0] + allocations)
+        gc.enable()
+        try:
+            assert set(kept) <= set(forks._living())
+        finally:
+            gc.set_threshold(*before)
