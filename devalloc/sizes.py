@@ -65,7 +65,10 @@ def parse_size(size: int | str) -> int:
     try:
         number = int(whole + fraction)
     except ValueError:  # Python reads only some thousands of digits
-        raise InvalidArgument(f"a size of {len(whole + fraction)} digits is none") from None
+        raise InvalidArgument(
+            f"cannot read a size of {len(whole + fraction)} digits, more than any memory has; "
+            "give a number of a few digits and a unit, such as '64MiB'"
+        ) from None
     nbytes, rest = divmod(number * unit, scale)
     if rest:
         raise InvalidArgument(f"{size!r} is not a whole number of bytes")
@@ -80,6 +83,14 @@ def format_size(nbytes: int) -> str:
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:.4g} {unit}"
     return f"{nbytes} B"
+
+
+def quote(value: object) -> str:
+    """`repr` of a bad argument, also of numbers with more digits than Python prints."""
+    try:
+        return repr(value)
+    except ValueError:
+        return f"a value of type {type(value).__name__} that is too large to print"
 
 
 def _class_sizes() -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from devalloc.cache.blocks import Block, Segment
+from devalloc.cache.policy import require_count
 from devalloc.errors import InvalidArgument
-from devalloc.sizes import parse_size
 
 if TYPE_CHECKING:
     from devalloc.cache.store import Request
@@ -51,8 +51,7 @@ class History:
     def configure(self, enabled: str | None, max_entries: int, stacks: bool) -> None:
         if enabled not in ("all", "state", None):
             raise InvalidArgument(f"history is 'all', 'state' or None, not {enabled!r}")
-        if parse_size(max_entries) < 1:
-            raise InvalidArgument("history needs room for at least one entry")
+        require_count("max_entries", max_entries, 1)
         self.recording = enabled is not None
         self._events = enabled == "all"
         self._stacks = stacks

@@ -13,6 +13,7 @@ import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
 from devalloc.errors import InvalidArgument
+from devalloc.sizes import quote
 
 if TYPE_CHECKING:
     from devalloc.cache.blocks import Block, FreeList
@@ -157,12 +158,12 @@ class TinyPolicy(Policy):
 
 
 def require_count(name: str, value: object, low: int) -> None:
-    """Refuse a value that is not an int of at least ``low``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise InvalidArgument(f"{name} must be an int of at least {low}, not {value!r}")
+    """Refuse a value that is not an int of at least ``low`` (nor so large that sums overflow)."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= 1 << 62:
+        raise InvalidArgument(f"{name} must be an int from {low} to 2**62, not {quote(value)}")
 
 
 def require_fraction(name: str, value: object, high: float) -> None:
     """Refuse a value that is not a number from 0 to ``high``."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
-        raise InvalidArgument(f"{name} must be a number from 0 to {high}, not {value!r}")
+        raise InvalidArgument(f"{name} must be a number from 0 to {high}, not {quote(value)}")

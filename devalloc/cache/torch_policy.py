@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from devalloc.cache.blocks import Block, FreeList
+from devalloc.cache.blocks import Block, FreeList, Segment
 from devalloc.cache.policy import (
     LARGE_SEGMENT,
     MIB,
@@ -19,6 +20,7 @@ from devalloc.cache.policy import (
     two_pool_segment,
 )
 from devalloc.errors import InvalidArgument
+from devalloc.sizes import quote
 
 if TYPE_CHECKING:
     from devalloc.cache.store import Request, Store
@@ -63,15 +65,18 @@ class TorchPolicy(Policy):
     roundup_power2_divisions: int | tuple[int, ...] = 0
     max_split_size: int | None = None
     garbage_collection_threshold: float = 0.0
-    _ages: dict[int, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _ages: dict[Segment, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         given = self.roundup_power2_divisions
-        divisions = (given,) * INTERVALS if isinstance(given, int) else tuple(given)
-        if len(divisions) != INTERVALS:
+        if isinstance(given, int):
+            given = (given,) * INTERVALS
+        if not isinstance(given, Sequence) or len(given) != INTERVALS:
             raise InvalidArgument(
-                f"roundup_power2_divisions has {INTERVALS} intervals, not {len(divisions)}"
+                "roundup_power2_divisions must be an int or a sequence of one int for each of the "
+                f"{INTERVALS} intervals, not {quote(given)}"
             )
+        divisions = tuple(given)
         for value in divisions:
             require_count("roundup_power2_divisions", value, 0)
             if value & (value - 1):
@@ -154,17 +159,20 @@ class TorchPolicy(Policy):
         return block
 
     def freed(self, store: Store, block: Block) -> None:
-        self._ages[block.address] = block.home.pool.lookups
+        self._ages[block.segment] = block.home.pool.lookups
 
     def _collect(self, store: Store) -> None:
         """Release idle large segments of at least average age until the threshold is met."""
         assert store.limit is not None
+        ages = self._ages
+        # Only those of segments that still exist: the others would never be looked at again.
+        self._ages = {at: ages[at] for at in store.segments.values() if at in ages}
         target = store.taken - int(self.garbage_collection_threshold * store.limit)
         if target <= 0:
             return
         pool = store.default.pools[1]
         idle = {
-            segment: pool.lookups - self._ages.get(segment.address, pool.lookups)
+            segment: pool.lookups - self._ages.get(segment, pool.lookups)
             for segment in store.idle_segments(store.default, 1)
         }
         reclaimed = 0
@@ -173,7 +181,6 @@ class TorchPolicy(Policy):
             average = sum(idle.values()) / len(idle)
             for segment in [at for at, age in idle.items() if age >= average]:
                 del idle[segment]
-                self._ages.pop(segment.address, None)
                 reclaimed += store.release(segment)
 
     def _release_oversize(self, store: Store, request: Request) -> bool:

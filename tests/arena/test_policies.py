@@ -253,6 +253,22 @@ def test_garbage_collection_frees_the_old() -> None:
         cache(policy)
 
 
+def test_the_ages_of_segments_that_are_gone_are_forgotten() -> None:
+    policy = TorchPolicy(garbage_collection_threshold=0.5)
+    engine, source = cache(policy, limit=240 * MIB)
+    kept = [engine.malloc(size) for size in (512, 3 * MIB)]
+    for _ in range(50):
+        for block in [engine.malloc(size * KIB) for size in (1, 5, 700, 5000, 30_000)]:
+            engine.free(block)
+        engine.empty_cache()
+    assert len(source.freed) >= 50
+    bound = engine.policy
+    assert isinstance(bound, TorchPolicy)
+    assert len(bound._ages) <= len(engine.snapshot()["segments"]) + 3  # type: ignore[arg-type]
+    for block in kept:
+        engine.free(block)
+
+
 def test_order_of_an_allocation() -> None:
     """Events, free block, callbacks, source, release of what is cached and source, error."""
     source, streams = NumberSource(capacity=100 * MIB), FakeStreams()
@@ -513,15 +529,39 @@ def test_auto_growth_retries_after_freeing() -> None:
         ("none", {}),
         ("torch", {"nothing": 1}),
         ("torch", {"max_split_size": 20 * MIB}),
+        ("torch", {"max_split_size": "32MiB"}),
+        ("torch", {"max_split_size": 1 << 70}),
+        ("torch", {"max_split_size": 10**5000}),
         ("torch", {"roundup_power2_divisions": (1, 2)}),
+        ("torch", {"roundup_power2_divisions": None}),
+        ("torch", {"roundup_power2_divisions": 3.5}),
+        ("torch", {"roundup_power2_divisions": True}),
+        ("torch", {"roundup_power2_divisions": -1}),
+        ("torch", {"roundup_power2_divisions": 3}),
+        ("torch", {"roundup_power2_divisions": [2.0] * 16}),
+        ("torch", {"roundup_power2_divisions": "2" * 16}),
+        ("torch", {"garbage_collection_threshold": None}),
+        ("torch", {"garbage_collection_threshold": "0.5"}),
+        ("torch", {"garbage_collection_threshold": float("nan")}),
+        ("torch", {"garbage_collection_threshold": 10**5000}),
         ("bfc", {"first_region": 0}),
+        ("bfc", {"first_region": None}),
+        ("bfc", {"first_region": 10**400}),
         ("bfc", {"fragmentation_fraction": 1.5}),
+        ("bfc", {"fragmentation_fraction": None}),
+        ("bfc", {"retry_wait_s": None}),
+        ("bfc", {"retry_wait_s": -1}),
         ("auto_growth", {"alignment": 300}),
+        ("auto_growth", {"alignment": None}),
+        ("auto_growth", {"alignment": 1 << 70}),
+        ("auto_growth", {"chunk_size": 1.5}),
+        ("auto_growth", {"chunk_size": 10**400}),
+        ("auto_growth", {"retry_wait_s": "10"}),
         ("auto_growth", {"free_idle_chunks": "never"}),
     ],
 )
 def test_bad_options(name: str, options: dict[str, object]) -> None:
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgument, match=next(iter(options), "a policy is one of")):
         make_policy(name, **options)
 
 

@@ -129,6 +129,23 @@ def test_history_keeps_the_newest() -> None:
         engine.record_history("some")
 
 
+@pytest.mark.parametrize(
+    "entries", ["1KiB", "5", 0, -1, 1.5, None, True, 10**30, pytest.param(10**5000, id="huge")]
+)
+def test_a_history_of_no_number_of_entries_changes_nothing(entries: object) -> None:
+    engine, _ = cache("torch")
+    with pytest.raises(InvalidArgument, match=r"max_entries must be an int from 1"):
+        engine.record_history("all", max_entries=entries)  # type: ignore[arg-type]
+    engine.malloc(512)
+    assert history_of(engine) == []
+    engine.record_history("all", max_entries=2)
+    engine.malloc(512)
+    with pytest.raises(InvalidArgument):
+        engine.record_history(None, max_entries=entries)  # type: ignore[arg-type]
+    engine.malloc(512)
+    assert history_of(engine) == ["alloc", "snapshot"], "still recording"
+
+
 def make_snapshot() -> dict[str, object]:
     streams = FakeStreams()
     engine = Cache(NumberSource(), "torch", streams=streams)
