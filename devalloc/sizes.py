@@ -93,6 +93,12 @@ def quote(value: object) -> str:
         return f"a value of type {type(value).__name__} that is too large to print"
 
 
+def require_power_of_two(what: str, value: object) -> None:
+    """Refuse a value that is not an int and a power of two; ``what`` names it in the message."""
+    if not isinstance(value, int) or value < 1 or value & (value - 1):
+        raise InvalidArgument(f"{what} must be a power of two, not {quote(value)} B")
+
+
 def _class_sizes() -> tuple[int, ...]:
     small = [16 * k for k in range(1, 9)]
     middle = [2**e * step // 4 for e in range(7, 13) for step in (5, 6, 7, 8)]

@@ -35,6 +35,7 @@ from devalloc.cache.streams import CudaStreams, HostStreams, Streams
 from devalloc.errors import DevallocError, InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
 from devalloc.sizes import format_size, parse_size
+from devalloc.sources.base import granularity_of
 
 if TYPE_CHECKING:
     from devalloc.sources import Source
@@ -76,10 +77,10 @@ class Core(Owner):
         streams: Streams | None = None,
         share_streams: bool = False,
     ) -> None:
-        if source.granularity % 256:
+        if granularity_of(source) < 256:
             raise InvalidArgument(
-                f"the source's addresses are multiples of {source.granularity} B, the cache needs "
-                "a multiple of 256 B"
+                f"the granularity of {source!r} is {source.granularity} B, and a cache needs "
+                "256 B or more; put an AlignedAdaptor around the source"
             )
         if streams is None:
             cuda = source.device.type == "cuda"

@@ -17,7 +17,7 @@ class Cache(Graphs, Reports):
     Parameters
     ----------
     source : Source
-        Where segments come from. Its granularity must be a multiple of 256 bytes.
+        Where segments come from. Its granularity must be at least 256 bytes.
     policy : str or Policy
         ``"torch"``, ``"tiny"``, ``"bfc"``, ``"auto_growth"``, ``"frugal"``, or a policy object
         with options.

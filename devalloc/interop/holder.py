@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from devalloc.errors import InvalidArgument
+from devalloc.sizes import require_power_of_two
 
 if TYPE_CHECKING:
     from devalloc.arena import Arena
@@ -39,8 +39,7 @@ class Holder:
     def __init__(
         self, arena: Arena, nbytes: int, stream: int | None = None, alignment: int = 1
     ) -> None:
-        if alignment < 1 or alignment & (alignment - 1):
-            raise InvalidArgument(f"an alignment is a power of two, not {alignment} B")
+        require_power_of_two("an alignment", alignment)
         extra = alignment if alignment > 256 and nbytes > 0 else 0
         block = arena.alloc(nbytes + extra, stream)
         self._arena = arena

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from devalloc.errors import InvalidArgument, InvalidFree
 from devalloc.owner import Owner
-from devalloc.sizes import format_size
+from devalloc.sizes import format_size, quote, require_power_of_two
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ class Source(Protocol):
     device : torch.device
         The device of tensors over the memory.
     granularity : int
-        Bytes; every address is a multiple of it.
+        Bytes, a power of two; every address is a multiple of it.
     capabilities : Capabilities
 
     Notes
@@ -103,6 +103,18 @@ class Source(Protocol):
         ...
 
 
+def granularity_of(source: Source) -> int:
+    """The granularity of a source; InvalidArgument if it is not a power of two."""
+    require_power_of_two(f"the granularity of {source!r}", source.granularity)
+    return source.granularity
+
+
+def require_request(name: str, nbytes: object) -> None:
+    """Refuse requests that no source can serve; ``name`` is the source's in the message."""
+    if not isinstance(nbytes, int) or nbytes < 1:
+        raise InvalidArgument(f"{name}: a request of {quote(nbytes)} B; ask for at least one byte")
+
+
 class Ledger(Owner):
     """Records what a source has given out, so that a wrong free is refused and not passed on."""
 
@@ -112,10 +124,7 @@ class Ledger(Owner):
 
     def check(self, nbytes: int) -> None:
         """Refuse requests that no source can serve."""
-        if not isinstance(nbytes, int) or nbytes < 1:
-            raise InvalidArgument(
-                f"{self._name}: a request of {nbytes!r} B; ask for at least one byte"
-            )
+        require_request(self._name, nbytes)
 
     def enter(self, address: int, nbytes: int) -> None:
         self._sizes[address] = nbytes
@@ -169,12 +178,16 @@ class Segment(Owner):
     ------
     OutOfMemory
         If the source has not enough memory.
+    InvalidArgument
+        For less than one byte, or an alignment or granularity that is not a power of two.
     """
 
     def __init__(
         self, source: Source, nbytes: int, alignment: int = 256, keeps: tuple[Segment, ...] = ()
     ) -> None:
-        extra = alignment if alignment > source.granularity else 0
+        require_request("a segment", nbytes)
+        require_power_of_two("the alignment of a segment", alignment)
+        extra = alignment if alignment > granularity_of(source) else 0
         raw = source.allocate(nbytes + extra)
         self.source = source
         self.nbytes = nbytes

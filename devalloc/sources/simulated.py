@@ -8,7 +8,7 @@ import torch
 
 from devalloc.errors import InvalidArgument, OutOfMemory
 from devalloc.sizes import format_size, parse_size
-from devalloc.sources.base import Capabilities, Ledger, Segment
+from devalloc.sources.base import Capabilities, Ledger, Segment, granularity_of
 
 
 class SimulatedSource:
@@ -24,6 +24,11 @@ class SimulatedSource:
         The most bytes that may be out at a time. Default: no limit.
     granularity : int
         Bytes, a power of two.
+
+    Raises
+    ------
+    InvalidArgument
+        For a granularity that is not a power of two.
     """
 
     device = torch.device("cpu")
@@ -32,6 +37,7 @@ class SimulatedSource:
     def __init__(self, capacity: int | str | None = None, granularity: int = 512) -> None:
         self.capacity = None if capacity is None else parse_size(capacity)
         self.granularity = granularity
+        granularity_of(self)
         self.used = 0
         """Bytes that are out, in whole multiples of the granularity."""
         self.peak = 0

@@ -539,10 +539,11 @@ def test_closed_arenas_refuse(arena: Arena, call: Callable[[Arena], object]) -> 
         call(arena)
 
 
-def test_crooked_sources_are_refused() -> None:
+@pytest.mark.parametrize("granularity", [64, 384, 768, 0, None])
+def test_crooked_sources_are_refused(granularity: int) -> None:
     source = NumberSource()
-    source.granularity = 64
-    with pytest.raises(InvalidArgument, match="64 B"):
+    source.granularity = granularity
+    with pytest.raises(InvalidArgument, match=rf"granularity .* {granularity}"):
         devalloc.Arena(source=source)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from devalloc import OutOfMemory
 from devalloc.sources import Capabilities, Segment, Source
+from devalloc.sources.base import require_request
 
 
 class CountingSource:
@@ -71,8 +72,8 @@ class CrookedSource(CountingSource):
         self.granularity = 64
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
-        moved = 64 if nbytes > 0 else 0  # impossible requests stay impossible
-        return super().allocate(nbytes + moved, stream) + moved
+        require_request("crooked memory", nbytes)  # impossible requests stay impossible
+        return super().allocate(nbytes + 64, stream) + 64
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
         super().free(address - 64, nbytes + 64, stream)

@@ -162,6 +162,28 @@ def test_an_alignment_is_a_power_of_two(alignment: int | str) -> None:
         AlignedAdaptor(HostSource(), alignment)
 
 
+@pytest.mark.parametrize("granularity", [0, -512, 100, 384, 1.5, "512", None])
+def test_a_granularity_is_a_power_of_two(granularity: int) -> None:
+    with pytest.raises(InvalidArgument, match=r"granularity .* power of two"):
+        SimulatedSource(granularity=granularity)
+    beneath = CountingSource(HostSource())
+    beneath.granularity = granularity
+    with pytest.raises(InvalidArgument, match=r"granularity .* power of two"):
+        AlignedAdaptor(beneath, 256)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 1.5, "x", None])
+def test_impossible_requests_are_no_matter_of_memory(nbytes: int) -> None:
+    for source in (
+        LimitAdaptor(SimulatedSource(), 0),
+        FaultAdaptor(SimulatedSource(), probability=1.0),
+        RetryAdaptor(FaultAdaptor(SimulatedSource(), probability=1.0), seconds=60),
+        FailureCallbackAdaptor(LimitAdaptor(SimulatedSource(), 0), lambda nbytes: True),
+    ):
+        with pytest.raises(InvalidArgument, match="at least one byte"):
+            source.allocate(nbytes)
+
+
 # Failures -------------------------------------------------------------------------------------
 
 

@@ -189,7 +189,7 @@ def test_streams(source: Source, stream: int) -> None:
         source.free(address, 5000, taken)
 
 
-@pytest.mark.parametrize("nbytes", [0, -1, -(1 << 40), 1.5])
+@pytest.mark.parametrize("nbytes", [0, -1, -(1 << 40), 1.5, "x", None])
 def test_requests_for_nothing(source: Source, nbytes: object) -> None:
     with pytest.raises(InvalidArgument, match="at least one byte"):
         source.allocate(nbytes)

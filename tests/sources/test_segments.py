@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from devalloc import DevallocError, Heap, OutOfMemory
+from devalloc import DevallocError, Heap, InvalidArgument, OutOfMemory
 from devalloc.sizes import PAGE_BYTES
 from devalloc.sources import CudaSource, HostSource, Segment, Source
 from tests.conftest import ON_GPU
@@ -55,6 +55,29 @@ def test_a_source_keeps_its_granularity(source: CountingSource) -> None:
     segments = [Segment(source, 100, 1) for _ in range(5)]
     assert all(segment.address % source.granularity == 0 for segment in segments)
     assert len({segment.address for segment in segments}) == 5
+
+
+@pytest.mark.parametrize("alignment", [0, -256, 3, 384, 1.5, None])
+def test_an_alignment_is_a_power_of_two(source: CountingSource, alignment: int) -> None:
+    with pytest.raises(InvalidArgument, match=r"alignment .* power of two"):
+        Segment(source, 100, alignment)
+    assert source.allocations == 0
+
+
+def test_a_granularity_is_a_power_of_two(source: CountingSource) -> None:
+    """Multiples of 384 B need not be multiples of 256 B."""
+    source.granularity = 384
+    with pytest.raises(InvalidArgument, match=r"granularity .* power of two.* not 384"):
+        Segment(source, 100, 256)
+    assert source.allocations == 0
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 1.5, "x", None])
+@pytest.mark.parametrize("alignment", [256, 1 << 20])
+def test_segments_of_nothing(source: CountingSource, nbytes: int, alignment: int) -> None:
+    with pytest.raises(InvalidArgument, match="at least one byte"):
+        Segment(source, nbytes, alignment)
+    assert source.live == {}
 
 
 def test_views(source: CountingSource) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 
-from devalloc.errors import InvalidArgument, InvalidFree, OutOfMemory
-from devalloc.sizes import format_size, parse_size
+from devalloc.errors import InvalidFree, OutOfMemory
+from devalloc.sizes import format_size, parse_size, require_power_of_two
 from devalloc.sources.adaptors.base import Adaptor
-from devalloc.sources.base import Source
+from devalloc.sources.base import Source, granularity_of, require_request
 
 
 class LimitAdaptor(Adaptor):
@@ -36,6 +36,7 @@ class LimitAdaptor(Adaptor):
         self._lock = threading.RLock()
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
+        require_request("LimitAdaptor", nbytes)
         with self._lock:
             left = self.limit - self.used
             if nbytes > left:
@@ -75,15 +76,15 @@ class AlignedAdaptor(Adaptor):
     Raises
     ------
     InvalidArgument
-        If ``alignment`` is not a power of two.
+        If ``alignment`` or the granularity of ``inner`` is not a power of two.
     """
 
     def __init__(self, inner: Source, alignment: int | str, threshold: int | str = 0) -> None:
         super().__init__(inner)
         self.alignment = parse_size(alignment)
         self.threshold = parse_size(threshold)
-        if self.alignment < 1 or self.alignment & (self.alignment - 1):
-            raise InvalidArgument(f"an alignment is a power of two, not {alignment!r}")
+        require_power_of_two("an alignment", self.alignment)
+        granularity_of(inner)
         self._moved: dict[int, int] = {}  # address given out -> the source's
         self._lock = threading.RLock()
 
@@ -97,6 +98,7 @@ class AlignedAdaptor(Adaptor):
         return self.alignment if padded else 0
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
+        require_request("AlignedAdaptor", nbytes)
         extra = self._extra(nbytes)
         raw = super().allocate(nbytes + extra, stream)
         if not extra:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from devalloc.errors import InvalidArgument, OutOfMemory
 from devalloc.sizes import format_size
 from devalloc.sources.adaptors.base import Adaptor
-from devalloc.sources.base import Source
+from devalloc.sources.base import Source, require_request
 
 
 class RetryAdaptor(Adaptor):
@@ -127,13 +127,14 @@ class FaultAdaptor(Adaptor):
         self.seed = seed
         self.calls = frozenset(calls)
         self.attempts = 0
-        """Calls of `allocate` so far, failed ones included."""
+        """Calls of `allocate` so far, failed ones included, impossible requests not."""
         self.injected = 0
         """Failures so far."""
         self._random = random.Random(seed)
         self._lock = threading.RLock()
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
+        require_request("FaultAdaptor", nbytes)
         with self._lock:
             self.attempts += 1
             number = self.attempts
