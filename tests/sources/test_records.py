@@ -46,6 +46,7 @@ def test_log(tmp_path: Path) -> None:
     assert times == sorted(times)
     source.free(source.allocate(1), 1)
     assert len(rows(path)) == 5, "closed: served, not logged"
+    assert not source._rows, "nor kept"
 
 
 def test_a_log_reaches_the_file(tmp_path: Path) -> None:
@@ -60,6 +61,32 @@ def test_a_log_reaches_the_file(tmp_path: Path) -> None:
     later.close()
     later.close()
     later.flush()
+
+
+@pytest.mark.parametrize("write", ["call", "flush"])
+def test_a_row_that_comes_while_another_is_written_waits_for_no_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
+) -> None:
+    """A garbage collection frees memory after the writer's last look at the queue."""
+    with LogAdaptor(HostSource(), tmp_path / "log.csv", auto_flush=True) as source:
+        garbage = [source.allocate(5), source.allocate(6)]
+        flush = source._file.flush
+
+        def interrupted() -> None:
+            flush()
+            if garbage:
+                source.free(garbage[-1], 4 + len(garbage))
+                garbage.pop()
+
+        monkeypatch.setattr(source._file, "flush", interrupted)
+        if write == "call":
+            source.free(source.allocate(100), 100)
+        else:
+            source.flush()
+        assert garbage == []
+        assert [row["Size"] for row in rows(source.path) if row["Action"] == "free"] == (
+            ["6", "5", "100"] if write == "call" else ["6", "5"]
+        )
 
 
 def test_a_log_of_threads_gives_no_address_out_twice(tmp_path: Path) -> None:

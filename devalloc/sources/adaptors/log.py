@@ -34,7 +34,8 @@ class LogAdaptor(Adaptor):
     path : str or Path
         The file, which is created or emptied. Raises OSError if it cannot be.
     auto_flush : bool
-        Flush each row to the file at once: slower, but a crash loses nothing.
+        Flush each row to the file at once: slower, but a crash loses nothing except the rows of
+        calls that came while another thread was writing, which it was about to write too.
     """
 
     def __init__(self, inner: Source, path: str | Path, auto_flush: bool = False) -> None:
@@ -70,7 +71,12 @@ class LogAdaptor(Adaptor):
         self._rows.append(
             f"{thread},{time.time():.6f},{action},{address:#x},{nbytes},{stream or 0:#x}\n"
         )
-        if self._writing.acquire(blocking=False):
+        self._write()
+
+    def _write(self) -> None:
+        """Write the queue, unless another call is at it, which then writes all of it."""
+        # Looked at again after each release: a row may have come after the writer's last look.
+        while self._rows and self._writing.acquire(blocking=False):
             try:
                 self._drain()
             finally:
@@ -78,6 +84,7 @@ class LogAdaptor(Adaptor):
 
     def _drain(self) -> None:
         if self._file.closed:
+            self._rows.clear()
             return
         while self._rows:
             self._file.write(self._rows.popleft())
@@ -90,6 +97,7 @@ class LogAdaptor(Adaptor):
             self._drain()
             if not self._file.closed:
                 self._file.flush()
+        self._write()
 
     def close(self) -> None:
         """Flush and close the file. Later calls are served but not logged."""
