@@ -99,6 +99,11 @@ class Tags:
         """The number of a name, made when the name is new; a number is returned as it is."""
         if isinstance(tag, str):
             if tag not in self._numbers:
+                if not tag or tag.isdigit():  # what `name` gives for tags without a name
+                    raise InvalidArgument(
+                        f"the name of a tag needs a character that is not a digit, not {tag!r}; "
+                        "pass a number as an int, and 0 for no tag"
+                    )
                 number = OWN_TAGS + len(self._numbers)
                 if number > table.MAX_TAG.value:
                     raise InvalidArgument(f"no number is left for the tag {tag!r}: reuse names")

@@ -112,7 +112,7 @@ class Heap(Owner):
             source = HostSource() if self.device.type == "cpu" else CudaSource(self.device)
         elif isinstance(source, type) or not callable(getattr(source, "allocate", None)):
             raise InvalidArgument(
-                f"{source!r} is no source: pass an object, such as devalloc.sources.HostSource()"
+                f"a source is an object such as devalloc.sources.HostSource(), not {source!r}"
             )
         self._geometry = Geometry.of(pages)
         self._failures_before = 0
@@ -305,6 +305,12 @@ class Heap(Owner):
         Within one heap a name always has the same number. Messages and leak reports of a debug
         heap show the name; other heaps ignore tags. Numbers from 1 to 255 may be used without a
         name.
+
+        Raises
+        ------
+        InvalidArgument
+            For what is not text, and for text that is empty or all digits: reports show numbers
+            without a name so.
         """
         if not isinstance(name, str):
             raise InvalidArgument(f"the name of a tag is text, not {name!r}")
@@ -450,7 +456,7 @@ class Heap(Owner):
         """
         dims = sizes_of(shape)
         if not isinstance(dtype, torch.dtype):
-            raise InvalidArgument(f"{dtype!r} is no torch.dtype")
+            raise InvalidArgument(f"a dtype is one of torch's, such as torch.int8, not {dtype!r}")
         nbytes = math.prod(dims) * dtype.itemsize
         try:
             address = operator.index(addr)

@@ -303,7 +303,7 @@ def test_sizes_of_other_kinds_of_integers() -> None:
 
 @pytest.mark.parametrize("wrong", ["host", 1, HostSource])
 def test_what_is_no_source(wrong: object) -> None:
-    with pytest.raises(InvalidArgument, match="is no source"):
+    with pytest.raises(InvalidArgument, match="a source is an object"):
         Heap("1MiB", source=wrong)
 
 

@@ -129,6 +129,20 @@ def test_tags() -> None:
         heap.free(more)
 
 
+@pytest.mark.parametrize("name", ["7", "300", "007", ""])
+def test_names_that_read_as_numbers_are_refused(name: str) -> None:
+    """Or reports could not tell them from the user's own numbers, or from no tag."""
+    with debug_heap("1MiB") as heap:
+        addrs = heap.malloc([16, 16], tag=7)
+        with pytest.raises(InvalidArgument, match=r"name of a tag .* pass a number as an int"):
+            heap.tag(name)
+        with pytest.raises(InvalidArgument, match=r"name of a tag"):
+            heap.malloc([16], tag=name)
+        assert [(row.tag, row.count) for row in heap.leaks().rows] == [("7", 2)]
+        assert len(list(heap.leaks().blocks("7"))) == 2
+        heap.free(addrs)
+
+
 def test_an_ordinary_heap_ignores_tags() -> None:
     with Heap("1MiB") as heap:
         addrs = heap.malloc([100], tag="nobody")
