@@ -52,10 +52,17 @@ def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         try:
             blank = torch.empty(0, dtype=dtype, device=device)
             if type(blank) is not torch.Tensor:  # must not be cached for later callers
-                raise InvalidArgument(f"an arena has no tensors of the kind {type(blank).__name__}")
+                raise InvalidArgument(
+                    f"a mode is active in which torch.empty gives a {type(blank).__name__}, and "
+                    "such a tensor cannot lie in an arena's memory; call Arena.empty outside of "
+                    "that mode"
+                )
             blank.data.set_(blank.untyped_storage(), 0, (0,))  # type: ignore[call-overload]
         except RuntimeError as error:
-            raise InvalidArgument(f"an arena has no tensors of {dtype}") from error
+            raise InvalidArgument(
+                f"PyTorch cannot lay a tensor of {dtype} over given memory; allocate the integer "
+                "type that holds its values, such as torch.int8"
+            ) from error
         return blank
 
 

@@ -65,7 +65,7 @@ def test_nonsense_values(value: object) -> None:
 
 @pytest.mark.parametrize("text", ["9" * 5000, "0." + "9" * 5000 + "MiB"])
 def test_more_digits_than_python_reads(text: str) -> None:
-    with pytest.raises(InvalidArgument, match=r"a size of 500[01] digits"):
+    with pytest.raises(InvalidArgument, match=r"a size of 500[01] digits.*give a number of a few"):
         parse_size(text)
 
 

@@ -101,7 +101,10 @@ class Graphs(Core):
             For a pool of another cache, or one that has been released.
         """
         if not isinstance(pool, PrivatePool) or pool.cache is not self:
-            raise InvalidArgument(f"{pool!r} is no private pool of this cache")
+            raise InvalidArgument(
+                f"a pool is one that this cache's private_pool (or its arena's graph_pool) made, "
+                f"not {pool!r}"
+            )
         if accepts is None:
             thread = threading.get_ident()
 

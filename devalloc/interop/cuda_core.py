@@ -24,7 +24,8 @@ def _handle(stream: Any) -> int:
         return int(stream.handle)
     except (AttributeError, TypeError) as error:
         raise InvalidArgument(
-            f"{stream!r} is no cuda.core.Stream; a graph's memory comes from Arena.capture"
+            f"a stream is a cuda.core.Stream here, not {stream!r}; to capture a graph, which has "
+            "no such stream, use Arena.capture"
         ) from error
 
 
@@ -70,7 +71,10 @@ class ArenaMemoryResource(MemoryResource):
         address = int(ptr)
         block = self._blocks.get(address)
         if block is None:
-            raise InvalidArgument(f"{address:#x} is no buffer of this memory resource")
+            raise InvalidArgument(
+                f"no buffer of this memory resource is at {address:#x}; close each buffer once, "
+                "where it came from"
+            )
         if self._on_device:
             # The memory is reused on the stream that owns it, behind what this stream does now.
             # (That may be the per-thread default stream: here it means the one of this thread.)
