@@ -119,6 +119,27 @@ ENTRY_POINTS: dict[str, list[tuple[dict[str, str], int, dict[str, int]]]] = {
     "devalloc.demo.lists.release_kernel": [(HEAP | LISTS | SIZES, 4, WIDE)],
 }
 
+# The kernels of the benchmark's rows, at their usual widths: name, types, lanes, warps.
+SIZED = HEAP | {"n": "i32", "size": "i32"}
+CHURN = SIZED | {"wrong": "*i32", "nulls": "*i32", "rounds": "i32"}
+MIXED = HEAP | {"sizes": "*i64", "out": "*i64", "n": "i32"}
+SCALAR = HEAP | {"out": "*i64", "size": "i32"}
+LATENCY = HEAP | {"nulls": "*i32", "pairs": "i32", "size": "i32"}
+ROW_KERNELS: list[tuple[str, dict[str, str], int, int]] = [
+    ("malloc_lanes_kernel", SIZED | {"out": "*i64"}, 32, 1),
+    ("malloc_lanes_kernel", SIZED | {"out": "*i64"}, 128, 1),
+    ("malloc_mixed_kernel", MIXED, 32, 1),
+    ("free_lanes_kernel", ADDRS | {"n": "i32"}, 32, 1),
+    ("free_lanes_kernel", ADDRS | {"n": "i32"}, 128, 1),
+    ("churn_kernel", CHURN, 32, 1),
+    ("churn_kernel", CHURN, 128, 1),
+    ("malloc_scalar_kernel", SCALAR, 1, 1),
+    ("malloc_scalar_kernel", SCALAR, 1, 4),
+    ("free_scalar_kernel", ADDRS, 1, 1),
+    ("free_scalar_kernel", ADDRS, 1, 4),
+    ("latency_kernel", LATENCY, 1, 1),
+]
+
 
 def all_cases() -> list[Case]:
     cases = [user_case(name, types, warps) for name, types in HOT.items() for warps in (1, 4)]
@@ -130,6 +151,14 @@ def all_cases() -> list[Case]:
         for types, warps, constexprs in variants:
             cases.append(Case(module, name, types, warps, constexprs))
     return cases
+
+
+def row_cases() -> list[Case]:
+    """What is launched for the benchmark's rows. Not in the budget: to look at while working."""
+    return [
+        Case("benchmarks.workloads", name, types, warps, {"LANES": lanes} if lanes > 1 else {})
+        for name, types, lanes, warps in ROW_KERNELS
+    ]
 
 
 COMPARED = ("malloc_scalar", "malloc_lanes", "free_scalar", "free_lanes", "usable_size_lanes",

@@ -1,6 +1,7 @@
 """Measure every case for every target, in processes of their own.
 
-``python -m tests.compile.measure`` prints one line per case and target. The compiler must not run
+``python -m tests.compile.measure`` prints one line per case and target, with ``rows`` one for each
+kernel of the benchmark's rows: a change to its registers changes times. The compiler must not run
 in a process that interprets kernels, as the tests' own does on a machine without a GPU, so
 `measure_all` and `compile_seconds` start children. Triton caches what they compile.
 """
@@ -20,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.compile.cases import MANY, ONE, REFERENCE, all_cases, user_case
+from tests.compile.cases import MANY, ONE, REFERENCE, all_cases, row_cases, user_case
 
 ROOT = Path(__file__).resolve().parents[2]
 Measured = dict[str, dict[str, Any]]
@@ -117,6 +118,16 @@ def usage_of_part(part: int, parts: int, targets: Sequence[str]) -> Measured:
     return measured
 
 
+def usage_of_rows() -> Measured:
+    """Return what the kernels of the benchmark's rows need: "name@lanes x warps", for cuda90."""
+    from tests.compile.targets import usage
+
+    return {
+        f"{case.name}@{case.constexprs.get('LANES', 1)}x{case.warps}": asdict(usage(case, "cuda90"))
+        for case in row_cases()
+    }
+
+
 def innermost(error: BaseException) -> str:
     """Return the message of the first cause: Triton wraps it once for every call on the way."""
     while error.__cause__ is not None:
@@ -180,13 +191,17 @@ def main(arguments: list[str]) -> None:
                 sys.exit(1)
             for kernel, seconds in compile_seconds().items():
                 print(f"{kernel:<40} {seconds:.2f} s of the reference machine to compile")
+        case ["rows"]:
+            print_table(finish_child(start_child("usage-of-rows")))
+        case ["usage-of-rows"]:
+            print(json.dumps(usage_of_rows()))
         case ["usage", share, *targets]:
             part, parts = map(int, share.split("/"))
             print(json.dumps(usage_of_part(part, parts, targets)))
         case ["seconds"]:
             print(json.dumps(seconds_of_compilation()))
         case _:
-            sys.exit("usage: python -m tests.compile.measure")
+            sys.exit("usage: python -m tests.compile.measure [rows]")
 
 
 if __name__ == "__main__":
