@@ -23,11 +23,14 @@ from devalloc.errors import (
 )
 from devalloc.kernels import debug_upkeep, layout, table
 from devalloc.leaks import LeakReport
-from devalloc.sizes import PAGE_BYTES
+from devalloc.sizes import MAX_SLOT, PAGE_BYTES
 from devalloc.sources import Segment, Source
 
 OWN_TAGS = 256
 """Tags below are the user's own numbers; names get those from here on."""
+
+GUARD_BYTES = 32
+"""What a block takes, at least, beside what was asked for: see ``table.padded_size``."""
 
 _ENTRY = table.ENTRY_WORDS.value
 _CELLS = table.PAGE_CELLS.value
@@ -86,6 +89,14 @@ class _Blocks:
     tag: np.ndarray
     ticks: np.ndarray
     live: np.ndarray
+
+
+def largest_request(nbytes: int) -> int:
+    """The largest request for which a debug heap needs no more than ``nbytes`` in one piece."""
+    request = max(nbytes - GUARD_BYTES, 0)
+    # (A power of two takes a slot of twice its size, the number below it only the guards.)
+    doubled = request & (request - 1) == 0 and request <= MAX_SLOT and 2 * request > nbytes
+    return request - 1 if doubled else request
 
 
 class Tags:

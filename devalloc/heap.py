@@ -7,13 +7,14 @@ import operator
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import torch
 
 from devalloc import heap_state
 from devalloc.arguments import sizes_of
-from devalloc.debug_table import DebugTable, Fault, Tags
+from devalloc.debug_table import DebugTable, Fault, Tags, largest_request
 from devalloc.devices import INTERPRETED, on_device, resolve_device
 from devalloc.errors import (
     DevallocError,
@@ -367,7 +368,10 @@ class Heap(Owner):
         waits for the device.
         """
         self.trim()
-        return self._state().stats(self._failures_before)
+        stats = self._state().stats(self._failures_before)
+        if self._debug is None:
+            return stats
+        return replace(stats, largest_free=largest_request(stats.largest_free))
 
     def snapshot(self) -> Snapshot:
         """All pages at this moment, to draw or compare. Trims first, then waits for the device."""

@@ -298,7 +298,7 @@ class State:
         return int((self.table[start:end:step] & 0xFFFFFFFF).sum())
 
     def largest_free(self) -> int:
-        """Bytes of the largest request that would succeed now."""
+        """Bytes of the largest request that would succeed now; in a debug heap, with its guards."""
         free = np.zeros(len(self.page_bits) * 64, dtype=bool)
         free[: len(self.page_free)] = self.page_free
         page_bits = np.packbits(free, bitorder="little").view(np.uint64)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import devalloc
 from benchmarks import bench_device, child, comparison, cuda_malloc, harness, rows, runners, sweeps
-from benchmarks.bench import Bench, Trial, alloc_then_free, nothing
+from benchmarks.bench import Bench, Trial, alloc_then_free, nothing, rest_of
 from benchmarks.results import RowFile, newest, read_rows
 from benchmarks.rows import Row
 from benchmarks.worker import Job, failed_record
@@ -54,6 +55,11 @@ def test_a_workload_runs_and_leaves_the_heap_whole(bench: Bench, pattern: str) -
 def test_at_rest_notices_what_was_not_freed(bench: Bench) -> None:
     bench.heap.malloc([64])
     assert "used" in bench.at_rest().check
+
+
+def test_a_debug_heap_at_rest() -> None:
+    with devalloc.Heap("1MiB", debug=True) as heap:
+        assert rest_of(heap).check == "ok"
 
 
 def test_at_rest_notices_a_recorded_error(bench: Bench) -> None:

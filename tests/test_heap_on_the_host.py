@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from devalloc import Heap, InvalidArgument, InvalidFree, OutOfMemory
+from devalloc.debug_table import GUARD_BYTES
 from devalloc.heap_state import FREE, RUN, SLAB
 from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, PAGE_BYTES
 from tests.support import (
@@ -177,6 +178,37 @@ def test_largest_free_is_what_succeeds() -> None:
         assert stats.free == (2 * 64 - 65) * 1024
         assert pages.numel() == 16
         heap.reset()
+
+
+def assert_largest_free(heap: Heap) -> int:
+    """So much can be had in one piece, and not a byte more. (Changes nothing.)"""
+    largest = heap.stats().largest_free
+    (addr,) = heap.malloc([largest]).tolist()
+    assert (addr != 0) == (largest != 0), f"no memory for {largest} B"
+    heap.free([addr])
+    assert heap.malloc([largest + 1]).tolist() == [0], f"more than {largest} B"
+    heap.clear_errors()
+    return largest
+
+
+@pytest.mark.parametrize("debug", [False, True, "full"])
+def test_largest_free_of_any_heap(debug: bool | str) -> None:
+    """In runs of several lengths, in the slots of every class, and where nothing is left."""
+    guards = GUARD_BYTES if debug else 0
+    with Heap(20 * PAGE_BYTES, debug=debug) as heap:
+        assert assert_largest_free(heap) == heap.capacity - guards
+        heap.malloc([PAGE_BYTES - guards] * 20)
+        assert assert_largest_free(heap) == 0
+        for first, length in ((19, 1), (3, 2), (8, 5)):
+            heap.free([heap.base + page * PAGE_BYTES for page in range(first, first + length)])
+            assert assert_largest_free(heap) == length * PAGE_BYTES - guards
+        heap.reset()
+    with Heap(PAGE_BYTES, debug=debug) as heap:
+        for size in CLASS_SIZES:
+            wanted = max(1, size - guards - 1)
+            heap.malloc([wanted])
+            assert assert_largest_free(heap) >= wanted
+            heap.reset()
 
 
 def test_snapshot() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from devalloc import Heap, LeakWarning
-from devalloc.debug_table import Fault
+from devalloc.debug_table import GUARD_BYTES, Fault
 from devalloc.sizes import PAGE_BYTES
 from tests import user_kernels as uk
 from tests.debug import kernels as dk
@@ -36,7 +36,7 @@ def debug_heap(capacity: str = "4MiB", debug: bool | str = True) -> Iterator[Hea
     heap.check()
     heap.audit()
     stats = heap.stats()
-    assert (stats.used, stats.largest_free) == (0, heap.capacity)
+    assert (stats.used, stats.largest_free) == (0, heap.capacity - GUARD_BYTES)
     assert heap.leaks().count == 0
     heap.close()
 
