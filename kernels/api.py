@@ -40,6 +40,20 @@ def has_one_axis(x):
     return len(getattr(x, "shape", ())) < 2
 
 
+@triton.constexpr_function
+def is_flag(x):
+    """Whether an argument is a bool, a scalar or a block of them, or None."""
+    x = getattr(x, "value", x)  # of a constexpr
+    return x is None or isinstance(x, bool) or getattr(x, "dtype", None) == tl.int1
+
+
+@triton.constexpr_function
+def as_long_as(x, model):
+    """Whether an argument is a scalar, or None, or a block as long as ``model``, which is one."""
+    lanes = [int(lanes) for lanes in getattr(x, "shape", ())]
+    return len(lanes) == 0 or lanes == [int(lanes) for lanes in getattr(model, "shape", ())]
+
+
 @triton.jit
 def as_request(heap, x, mask):
     """``(values, active)``: int64 values in the shape of the request, scalar or 1-D block, and
@@ -47,7 +61,10 @@ def as_request(heap, x, mask):
     tl.static_assert(is_handle(heap), "the heap of a kernel is Heap.handle, passed as an argument")
     tl.static_assert(is_integer(x), "sizes and addresses are integers: cast with .to(tl.int64)")
     tl.static_assert(has_one_axis(x), "requests are a scalar or a 1-D block: flatten it (tl.ravel)")
+    tl.static_assert(is_flag(mask), "a mask is of bool: compare integers with != 0")
+    tl.static_assert(has_one_axis(mask), "a mask is a scalar or a 1-D block: flatten it (tl.ravel)")
     if is_block(x):
+        tl.static_assert(as_long_as(mask, x), "a mask is a scalar or as long as the request")
         values = x.to(tl.int64)
     else:
         values = (tl.full((), 0, tl.int64) + x).to(tl.int64)
@@ -69,8 +86,9 @@ def malloc(heap, nbytes, mask=None, tag=0):
         ``Heap.handle``, passed to the kernel as an argument.
     nbytes : int or int64 scalar, or 1-D block
         Bytes wanted: one allocation for the program, or one per lane.
-    mask : bool of the same shape, optional
-        Lanes that take part. Others give 0.
+    mask : bool, scalar or of the same shape, optional
+        Lanes that take part. Others give 0. With a scalar size it may be any 1-D block: then there
+        is one allocation per lane.
     tag : int scalar, or block of the same shape, optional
         Whose memory this is, for the messages and the leak report of a debug heap: a number of
         your own in 0..255, or what ``Heap.tag`` gave for a name. Not looked at in other heaps.
@@ -144,7 +162,12 @@ def realloc(heap, addr, nbytes, mask=None, tag=None):
     address stays. 0 for any other request means that nothing happened: the old block is still
     the caller's. A wrong ``addr`` is recorded as by :func:`free`, and gives 0. A block keeps its
     ``tag`` unless another is given.
+
+    A scalar ``nbytes`` is the size for each block of a 1-D block ``addr``. A scalar ``addr`` is one
+    block, so its ``nbytes`` and ``mask`` are scalars too.
     """
+    tl.static_assert(as_long_as(nbytes, addr), "realloc: sizes are as long as addresses, or scalar")
+    tl.static_assert(as_long_as(mask, addr), "realloc: a mask is as long as addresses, or scalar")
     old, _all = as_request(heap, addr, mask)
     sizes, active = as_request(heap, nbytes + old * 0, mask)
     if is_debug(heap):

@@ -345,6 +345,51 @@ def fractions_kernel(heap, out):
 
 
 @triton.jit
+def wide_mask_kernel(heap, out):
+    da.malloc(heap, 64, mask=tl.full((4, 4), 1, tl.int1))
+
+
+@triton.jit
+def short_mask_kernel(heap, out):
+    da.malloc(heap, tl.full((8,), 64, tl.int64), mask=tl.full((1,), 1, tl.int1))
+
+
+@triton.jit
+def long_mask_kernel(heap, out):
+    da.free(heap, tl.full((4,), 0, tl.int64), mask=tl.full((8,), 1, tl.int1))
+
+
+@triton.jit
+def rows_mask_kernel(heap, out):
+    da.usable_size(heap, tl.full((8,), 0, tl.int64), mask=tl.full((1, 8), 1, tl.int1))
+
+
+@triton.jit
+def integers_mask_kernel(heap, out):
+    da.zeros(heap, tl.full((8,), 64, tl.int64), mask=tl.full((8,), 1, tl.int32))
+
+
+@triton.jit
+def number_mask_kernel(heap, out):
+    da.malloc(heap, 64, mask=1)
+
+
+@triton.jit
+def resize_one_kernel(heap, out):
+    da.realloc(heap, tl.load(out), tl.full((4,), 64, tl.int64))
+
+
+@triton.jit
+def resize_one_masked_kernel(heap, out):
+    da.realloc(heap, tl.load(out), 64, mask=tl.full((4,), 1, tl.int1))
+
+
+@triton.jit
+def resize_one_lane_kernel(heap, out):
+    da.realloc(heap, tl.full((1,), 0, tl.int64), tl.full((4,), 64, tl.int64))
+
+
+@triton.jit
 def constant_kernel(heap, out, N: tl.constexpr):
     tl.store(out, da.malloc(heap, N))
     da.free(heap, 0)
@@ -357,6 +402,15 @@ def constant_kernel(heap, out, N: tl.constexpr):
         (pointer_kernel, "sizes and addresses are integers"),
         (fraction_kernel, "sizes and addresses are integers"),
         (fractions_kernel, "sizes and addresses are integers"),
+        (wide_mask_kernel, "a mask is a scalar or a 1-D block"),
+        (short_mask_kernel, "a mask is a scalar or as long as the request"),
+        (long_mask_kernel, "a mask is a scalar or as long as the request"),
+        (rows_mask_kernel, "a mask is a scalar or a 1-D block"),
+        (integers_mask_kernel, "a mask is of bool"),
+        (number_mask_kernel, "a mask is of bool"),
+        (resize_one_kernel, "realloc: sizes are as long as addresses"),
+        (resize_one_masked_kernel, "realloc: a mask is as long as addresses"),
+        (resize_one_lane_kernel, "realloc: sizes are as long as addresses"),
     ],
 )
 def test_a_kernel_is_told_what_is_wrong(kernel: triton.JITFunction, sentence: str) -> None:
@@ -385,6 +439,46 @@ def test_a_kernel_wants_the_handle(argument: Callable[[Heap], object]) -> None:
         said = complaint(lambda: constant_kernel[(1,)](argument(heap), int64([0]), N=64))
         # (On a GPU Triton knows no such argument as a heap, and says so before.)
         assert ON_GPU or "the heap of a kernel is Heap.handle" in said
+
+
+@triton.jit
+def masks_kernel(heap, flags, flag, out, YES: tl.constexpr):
+    """Every kind of mask, and the sum of what is live behind each."""
+    lane = tl.arange(0, 4)
+    size = tl.full((4,), 64, tl.int64)
+    mask = tl.load(flags + lane)
+    tl.store(out + lane, da.malloc(heap, size, mask & (lane > 0)))
+    tl.store(out + 4 + lane, da.malloc(heap, 64, ~mask | (lane == 3)))
+    tl.store(out + 8 + lane, da.malloc(heap, size, flag))
+    tl.store(out + 12 + lane, da.malloc(heap, size, tl.program_id(0) > 0))
+    tl.store(out + 16 + lane, da.malloc(heap, size, YES))
+    tl.store(out + 20 + lane, da.malloc(heap, size, False))
+    tl.store(out + 24, da.malloc(heap, 64, flag))
+    tl.store(out + 25, da.malloc(heap, 64, tl.program_id(0) > 0))
+
+
+def test_what_a_mask_may_be() -> None:
+    with Heap("1MiB") as heap:
+        out = int64([0] * 26)
+        flags = torch.tensor([True, True, False, True], device=DEVICE)
+        masks_kernel[(1,)](heap.handle, flags, True, out, YES=True)
+        wanted = [[0, 1, 0, 1], [0, 0, 1, 1], [1] * 4, [0] * 4, [1] * 4, [0] * 4, [1, 0]]
+        assert (out != 0).tolist() == [bool(flag) for row in wanted for flag in row]
+
+
+@triton.jit
+def resize_all_kernel(heap, addrs, nbytes, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    tl.store(addrs + lane, da.realloc(heap, tl.load(addrs + lane), nbytes, mask=lane > 0))
+
+
+def test_one_size_for_many_blocks() -> None:
+    """A scalar size of `realloc` is that of each block."""
+    with Heap("1MiB") as heap:
+        addrs = heap.malloc([64] * 4)
+        resize_all_kernel[(1,)](heap.handle, addrs, 1000, BLOCK=4)
+        assert addrs.tolist()[0] == 0
+        assert heap.usable_size(addrs).tolist() == [0] + [1024] * 3
 
 
 def test_a_size_may_be_a_constant() -> None:
