@@ -510,7 +510,10 @@ class Heap(Owner):
                 numbers = [operator.index(value) for value in values]
                 return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.device)
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-                raise InvalidArgument(f"{name} must be 64-bit integers: {error}") from error
+                raise InvalidArgument(
+                    f"{name} must be a list of 64-bit integers, also for one block, or an int64 "
+                    f"tensor: {error}"
+                ) from error
         if values.dtype != torch.int64 or values.device != self.device:
             raise InvalidArgument(
                 f"{name} must be an int64 tensor on {self.device}, not {values.dtype} on "
