@@ -260,7 +260,8 @@ class Heap(Owner):
         fault = (self.faults() or [self._fault(*unrecorded)])[0]
         details = fault.message
         if fault.kind is OutOfMemory and fault.size <= self.capacity:
-            details += f"; now {heap_state.describe(self.stats())}; make the heap larger"
+            state = heap_state.describe(self.stats())
+            details += f" when its kernel ran; now {state}; make the heap larger or free sooner"
         self.clear_errors()
         raise fault.kind(f"{details}. Recorded by kernels since the last check: {message}")
 

@@ -197,6 +197,20 @@ def test_epochs_wrap(size: int) -> None:
         assert_whole_capacity(heap)
 
 
+def test_memory_that_was_freed_since_the_failure() -> None:
+    """The message does not say that what is free now was free then."""
+    with Heap("1MiB") as heap:
+        full = heap.malloc([heap.capacity])
+        assert heap.malloc([64]).tolist() == [0]
+        heap.free(full)
+        with pytest.raises(OutOfMemory) as caught:
+            heap.check()
+        message = str(caught.value)
+        assert "malloc of 64 B failed in program 0 when its kernel ran" in message
+        assert "; now 1 MiB of 1 MiB are free" in message
+        assert "; make the heap larger or free sooner. Recorded" in message
+
+
 def test_failures_are_recorded_and_raised() -> None:
     with Heap("1MiB") as heap:
         addrs = heap.malloc([heap.capacity, 64, 100_000])
@@ -210,7 +224,7 @@ def test_failures_are_recorded_and_raised() -> None:
             heap.check()
         message = str(caught.value)
         assert "malloc of 64 B failed in program 0" in message
-        assert "0 B of 1 MiB are free" in message
+        assert "now 0 B of 1 MiB are free" in message
         assert "7 x out of memory" in message
         assert isinstance(caught.value, MemoryError)
         assert heap.stats().failures == 8
