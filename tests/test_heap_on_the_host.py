@@ -7,7 +7,7 @@ import torch
 
 from devalloc import Heap, InvalidArgument, InvalidFree, OutOfMemory
 from devalloc.debug_table import GUARD_BYTES
-from devalloc.heap_state import FREE, RUN, SLAB
+from devalloc.heap_state import FREE, RUN, SLAB, Geometry
 from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, PAGE_BYTES
 from tests.support import (
     DEVICE,
@@ -154,6 +154,19 @@ def test_stats_against_a_count() -> None:
         assert_empty(heap)
         stats = heap.stats()
         assert (stats.allocations, stats.frees, stats.failures) == (1512, 1512, 3)
+
+
+def test_what_the_state_takes() -> None:
+    """As the docstring of `Heap` and the README say, to the precision that they give."""
+    sizes = {pages: 8 * Geometry.of(pages).words for pages in range(1, 1 << 14)}
+    sizes |= {pages: 8 * Geometry.of(pages).words for pages in range(1 << 14, 1 << 23, 9973)}
+    shares = {pages: size / (pages * PAGE_BYTES) for pages, size in sizes.items()}
+    assert round(100 * shares[1]) == 12
+    assert round(100 * shares[16], 1) == 1.5
+    large = [100 * share for pages, share in shares.items() if pages >= 64]
+    assert (round(min(large), 1), round(max(large), 1)) == (0.8, 1.0)
+    small = [size / 1024 for pages, size in sizes.items() if pages < 16]
+    assert (round(min(small)), round(max(small))) == (8, 15)
 
 
 def test_peak_is_the_most_ever_taken() -> None:
