@@ -123,8 +123,8 @@ class Tags:
             return self._numbers[tag]
         if not isinstance(tag, int) or not (0 <= tag < OWN_TAGS or tag in self._names):
             raise InvalidArgument(
-                f"a tag is a name, a number from 0 to {OWN_TAGS - 1}, or what Heap.tag gave, "
-                f"not {tag!r}"
+                f"a tag is a name, a number from 1 to {OWN_TAGS - 1}, what Heap.tag gave, or 0 for "
+                f"none, not {tag!r}"
             )
         return tag
 

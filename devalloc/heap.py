@@ -306,7 +306,7 @@ class Heap(Owner):
 
         Within one heap a name always has the same number. Messages and leak reports of a debug
         heap show the name; other heaps ignore tags. Numbers from 1 to 255 may be used without a
-        name.
+        name; 0 is no tag.
 
         Raises
         ------
@@ -412,8 +412,8 @@ class Heap(Owner):
         sizes : int64 tensor on the heap's device, any shape, or a sequence of ints
             Bytes of each block.
         tag : int or str
-            The owner of the blocks, for a debug heap: a name, a number from 0 to 255, or a number
-            that `tag` returned.
+            The owner of the blocks, for a debug heap: a name, a number from 1 to 255, or a number
+            that `tag` returned. 0 is no tag.
 
         Returns
         -------

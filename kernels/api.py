@@ -91,7 +91,8 @@ def malloc(heap, nbytes, mask=None, tag=0):
         is one allocation per lane.
     tag : int scalar, or block of the same shape, optional
         Whose memory this is, for the messages and the leak report of a debug heap: a number of
-        your own in 0..255, or what ``Heap.tag`` gave for a name. Not looked at in other heaps.
+        your own in 1..255, or what ``Heap.tag`` gave for a name; 0 is no tag. Other heaps do not
+        look at it.
 
     Returns
     -------

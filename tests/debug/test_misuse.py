@@ -122,7 +122,9 @@ def test_tags() -> None:
         assert min(first, second) > 255
         addrs = heap.malloc([16, 16], tag="a")
         more = torch.cat([heap.malloc([8], tag=second), heap.malloc([8], tag=200)])
-        assert {row.tag: row.count for row in heap.leaks().rows} == {"a": 2, "b": 1, "200": 1}
+        more = torch.cat([more, *(heap.malloc([8], tag=number) for number in (0, 1, 255))])
+        leaked = {row.tag: row.count for row in heap.leaks().rows}
+        assert leaked == {"a": 2, "b": 1, "200": 1, "": 1, "1": 1, "255": 1}, "0 is no tag"
         with pytest.raises(InvalidArgument, match="the name of a tag is text"):
             heap.tag(5)  # type: ignore[arg-type]
         heap.free(addrs)
