@@ -125,8 +125,9 @@ def info() -> None:
     "--graph",
     "graph_file",
     type=INPUT_FILE,
-    help="Edge list, plain or .gz: two vertex ids a line; # and % begin comments. Default: the "
-    "imports of Python's standard library.",
+    help="Edge list, plain or .gz: two vertex ids a line; # and % begin comments. Further columns "
+    "(a weight, a time) are numbers and are ignored. Default: the imports of Python's standard "
+    "library.",
 )
 @click.option(
     "--heap",

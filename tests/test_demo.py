@@ -227,6 +227,21 @@ def test_demo_command(tmp_path: Path, edge_list: Path) -> None:
     assert output.exists()
 
 
+def test_demo_ignores_further_columns(tmp_path: Path, edge_list: Path) -> None:
+    """As its help says: lists of edges often have weights."""
+    weighted = tmp_path / "weighted.txt"
+    lines = gzip.decompress(edge_list.read_bytes()).decode().splitlines()
+    weighted.write_text("\n".join(f"{line} 0.5 7" for line in lines))
+    output = ("--output", tmp_path / "map.png", "--batch", 100)
+    for name in (edge_list, weighted):
+        code, text = run("demo", "--graph", name, *output)
+        assert code == 0, text
+        assert "50 vertices, 283 edges" in text
+    code, text = run("demo", "--help")
+    assert code == 0
+    assert "(a weight, a time) are numbers and are ignored" in " ".join(text.split())
+
+
 def test_demo_says_when_the_heap_is_too_small(tmp_path: Path) -> None:
     rows = [f"{source} {target}" for source in range(600) for target in range(50)]
     graph = tmp_path / "edges.txt"
