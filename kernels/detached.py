@@ -187,12 +187,12 @@ def settle_lanes(heap, page, word, asks):
     first = first_lane(asks)
     while first < width(asks):
         turn = pick(key, first)
-        alike = asks & (key == turn)
+        same = asks & (key == turn)
         bits = (word & 0) + 1 << (page & 63).to(tl.int64)
         # (If several lanes have seen words of one page, the least is the latest.)
-        pages = or_lanes(tl.where(alike, bits, 0))
-        hinted = hinted | settle(heap, turn >> 6, pages, least_of(word, alike))
-        asks = asks & (alike == 0)
+        pages = or_lanes(tl.where(same, bits, 0))
+        hinted = hinted | settle(heap, turn >> 6, pages, least_of(word, same))
+        asks = asks & (same == 0)
         first = first_lane(asks)
     if hinted != 0:
         leave_transit(heap, hinted)
@@ -242,14 +242,14 @@ def draw_from(heap, cls, first, ptr, words, free, free_most, need):
     share = free * 0
     most = need * 0
     leave = need * 0 + 3
-    spare = leave
+    slack = leave
     step = floor_log2(tl.minimum(tl.maximum(free_most >> 3, 1), need))
     while (step >= 0) & (most < need):
         now = tl.minimum(free >> (step + leave), 3)
         gives = tl.minimum(tl.sum(now, axis=0), need >> step) << step
         k = tl.where(gives > most, step, k)
         share = tl.where(gives > most, now, share)
-        spare = tl.where(gives > most, leave >> 1, spare)
+        slack = tl.where(gives > most, leave >> 1, slack)
         most = tl.maximum(gives, most)
         again = (step == 0) & (leave > 0) & (most < need)
         leave = tl.where(again, leave >> 1, leave)
@@ -267,7 +267,7 @@ def draw_from(heap, cls, first, ptr, words, free, free_most, need):
         # Where others were faster, again, if there still is enough (twice as much, if k was chosen
         # to leave seven eighths).
         words = tl.where(lost, seen, words)
-        left = free_slots(words, cls, class_slots(cls)) >> (k + spare)
+        left = free_slots(words, cls, class_slots(cls)) >> (k + slack)
         share = tl.where(lost, tl.minimum(share, left), share)
         mine = lost & (share > 0)
     ones = lane_bits((share & 1) != 0)
@@ -304,9 +304,9 @@ def draw(heap, cls, need, looks):
     left = tl.where(looks == 0, FAR, looks + 1)
     guess = looks > 0
     chunks = (load_geometry(heap, G_PAGES).to(tl.int32) + CHUNK_PAGES - 1) >> 6
-    width = tl.minimum(tl.minimum(program_count(), 1 << 12) << 4, chunks)
+    reach = tl.minimum(tl.minimum(program_count(), 1 << 12) << 4, chunks)
     salt = program_index()
-    target = spread(salt, width * CHUNK_PAGES)  # the page to begin with
+    target = spread(salt, reach * CHUNK_PAGES)  # the page to begin with
     start = target >> 12
     while left > 0:
         chunk = target >> 6
@@ -316,8 +316,8 @@ def draw(heap, cls, need, looks):
             hints = atomic_load(hint_ptr(heap, row, start * 64))
             if hints == 0:
                 index, hints = first_hinted(heap, row, start)
-            choices = tl.minimum(popcount(hints), width)
-            turn = divide((target >> 6 & 63) * choices, tl.minimum(width, 64))
+            choices = tl.minimum(popcount(hints), reach)
+            turn = divide((target >> 6 & 63) * choices, tl.minimum(reach, 64))
             hinted = (index << 6) + select_bit(hints, turn)
             chunk = tl.where(index != FAR, hinted, FAR)
         guess = guess != guess
@@ -339,7 +339,7 @@ def draw(heap, cls, need, looks):
                     unpublish(heap, cls, chunk)
             left = tl.where(place != 0, 0, left - 1)
             salt = mix(salt + 1)
-            target = spread(salt, width * CHUNK_PAGES)
+            target = spread(salt, reach * CHUNK_PAGES)
             start = target >> 12
         else:
             # Nothing from there on: once more from the front, or there is nothing at all.

@@ -76,10 +76,10 @@ def report_failed(heap, nbytes, failed):
     at = first_lane(failed)
     while at < width(failed):
         size = pick(nbytes, at)
-        alike = failed & ((nbytes < 0) == (size < 0))
+        same = failed & ((nbytes < 0) == (size < 0))
         kind = tl.where(size < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
-        record_error(heap, at * 0 + kind, size & 0, size, count_lanes(alike))
-        failed = failed & (alike == 0)
+        record_error(heap, at * 0 + kind, size & 0, size, count_lanes(same))
+        failed = failed & (same == 0)
         at = first_lane(failed)
 
 

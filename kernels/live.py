@@ -138,12 +138,12 @@ def another(word, granule, size):
     turn = divide(granule >> 6, apart)
     first = (granule >> 6) - turn * apart
     last = (end - unit - (granule & 63)) >> 6
-    clear = (word ^ -1) & (comb(apart) << first.to(tl.int64)) & low_mask(last + 1)
+    unset = (word ^ -1) & (comb(apart) << first.to(tl.int64)) & low_mask(last + 1)
     start = (mix(program_index()) + turn * 27) & 63
-    other = (next_bit(clear, start) << 6) + (granule & 63)
+    other = (next_bit(unset, start) << 6) + (granule & 63)
     beyond = granule + tl.where(unit * STRIDE < end, unit * STRIDE, unit)
     beyond = tl.where(beyond < end, beyond, beyond - end)
-    return tl.where(clear != 0, other, beyond)
+    return tl.where(unset != 0, other, beyond)
 
 
 @triton.jit
