@@ -49,9 +49,9 @@ def is_flag(x):
 
 @triton.constexpr_function
 def as_long_as(x, model):
-    """Whether an argument is a scalar, or None, or a block as long as ``model``, which is one."""
-    lanes = [int(lanes) for lanes in getattr(x, "shape", ())]
-    return len(lanes) == 0 or lanes == [int(lanes) for lanes in getattr(model, "shape", ())]
+    """Whether an argument is a scalar, None, or a block of the shape of ``model``."""
+    shape, wanted = ([int(lanes) for lanes in getattr(y, "shape", ())] for y in (x, model))
+    return len(shape) == 0 or shape == wanted
 
 
 @triton.jit

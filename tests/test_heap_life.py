@@ -443,7 +443,7 @@ def test_a_kernel_wants_the_handle(argument: Callable[[Heap], object]) -> None:
 
 @triton.jit
 def masks_kernel(heap, flags, flag, out, YES: tl.constexpr):
-    """Every kind of mask, and the sum of what is live behind each."""
+    """Every kind of mask."""
     lane = tl.arange(0, 4)
     size = tl.full((4,), 64, tl.int64)
     mask = tl.load(flags + lane)
