@@ -123,6 +123,7 @@ def free(heap, addr, mask=None):
     An address that is not a live allocation changes nothing and is recorded: as DoubleFree if it
     could have been one, as InvalidFree if it could not. Two atomics in a row.
     """
+    tl.static_assert(as_long_as(mask, addr), "free: a mask is as long as addresses, or scalar")
     addrs, active = as_request(heap, addr, mask)
     if is_debug(heap):
         free_guarded(control_block(heap), addrs, active)

@@ -375,6 +375,11 @@ def number_mask_kernel(heap, out):
 
 
 @triton.jit
+def free_one_masked_kernel(heap, out):
+    da.free(heap, tl.full((), 0, tl.int64), tl.arange(0, 4) < 2)
+
+
+@triton.jit
 def resize_one_kernel(heap, out):
     da.realloc(heap, tl.load(out), tl.full((4,), 64, tl.int64))
 
@@ -404,10 +409,11 @@ def constant_kernel(heap, out, N: tl.constexpr):
         (fractions_kernel, "sizes and addresses are integers"),
         (wide_mask_kernel, "a mask is a scalar or a 1-D block"),
         (short_mask_kernel, "a mask is a scalar or as long as the request"),
-        (long_mask_kernel, "a mask is a scalar or as long as the request"),
+        (long_mask_kernel, "free: a mask is as long as addresses"),
         (rows_mask_kernel, "a mask is a scalar or a 1-D block"),
         (integers_mask_kernel, "a mask is of bool"),
         (number_mask_kernel, "a mask is of bool"),
+        (free_one_masked_kernel, "free: a mask is as long as addresses"),
         (resize_one_kernel, "realloc: sizes are as long as addresses"),
         (resize_one_masked_kernel, "realloc: a mask is as long as addresses"),
         (resize_one_lane_kernel, "realloc: sizes are as long as addresses"),
@@ -442,11 +448,11 @@ def test_a_kernel_wants_the_handle(argument: Callable[[Heap], object]) -> None:
 
 
 @triton.jit
-def masks_kernel(heap, flags, flag, out, YES: tl.constexpr):
+def masks_kernel(heap, flags, out, YES: tl.constexpr):
     """Every kind of mask."""
     lane = tl.arange(0, 4)
     size = tl.full((4,), 64, tl.int64)
-    mask = tl.load(flags + lane)
+    mask, flag = tl.load(flags + lane), tl.load(flags)
     tl.store(out + lane, da.malloc(heap, size, mask & (lane > 0)))
     tl.store(out + 4 + lane, da.malloc(heap, 64, ~mask | (lane == 3)))
     tl.store(out + 8 + lane, da.malloc(heap, size, flag))
@@ -461,7 +467,7 @@ def test_what_a_mask_may_be() -> None:
     with Heap("1MiB") as heap:
         out = int64([0] * 26)
         flags = torch.tensor([True, True, False, True], device=DEVICE)
-        masks_kernel[(1,)](heap.handle, flags, True, out, YES=True)
+        masks_kernel[(1,)](heap.handle, flags, out, YES=True)
         wanted = [[0, 1, 0, 1], [0, 0, 1, 1], [1] * 4, [0] * 4, [1] * 4, [0] * 4, [1, 0]]
         assert (out != 0).tolist() == [bool(flag) for row in wanted for flag in row]
 
