@@ -81,7 +81,7 @@ class Source(Protocol):
         OutOfMemory
             If there is not enough memory; nothing has changed then.
         InvalidArgument
-            If ``nbytes`` is less than 1.
+            If ``nbytes`` is not an int, less than 1, or beyond every address space.
         """
         ...
 
@@ -92,6 +92,8 @@ class Source(Protocol):
         ------
         InvalidFree
             Unless ``address`` is out, with ``nbytes`` bytes; nothing has changed then.
+        InvalidArgument
+            If ``address`` or ``nbytes`` is not an int of 64 bits; nothing has changed then.
         """
         ...
 
@@ -113,6 +115,21 @@ def require_request(name: str, nbytes: object) -> None:
     """Refuse requests that no source can serve; ``name`` is the source's in the message."""
     if not isinstance(nbytes, int) or nbytes < 1:
         raise InvalidArgument(f"{name}: a request of {quote(nbytes)} B; ask for at least one byte")
+    if nbytes >= 1 << 62:
+        raise InvalidArgument(
+            f"{name}: a request of {format_size(nbytes)} is beyond every address space; ask for "
+            "less"
+        )
+
+
+def require_free(name: str, address: object, nbytes: object) -> None:
+    """Refuse to free what no source can have given; ``name`` is the source's in the message."""
+    for value in (address, nbytes):
+        if not isinstance(value, int) or not -(1 << 63) <= value < 1 << 64:
+            raise InvalidArgument(
+                f"{name}: free takes the address and the size in bytes that allocate was about, "
+                f"ints of 64 bits, not {quote(value)}"
+            )
 
 
 class Ledger(Owner):
@@ -136,6 +153,7 @@ class Ledger(Owner):
         Before, because afterwards the source may hand out the address again. If giving it back
         fails, the entry is restored.
         """
+        require_free(self._name, address, nbytes)
         # One atomic step and no lock: a free may come while locks of other libraries are held.
         known = self._sizes.pop(address, None)
         if known is None:

@@ -11,7 +11,7 @@ import torch
 
 from devalloc import OutOfMemory
 from devalloc.sources import Capabilities, Segment, Source
-from devalloc.sources.base import require_request
+from devalloc.sources.base import require_free, require_request
 
 
 class CountingSource:
@@ -41,6 +41,7 @@ class CountingSource:
         return address
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        require_free("counting", address, nbytes)
         with self._lock:
             raced, known = address in self.leaving, self.live.get(address)
             self.leaving.append(address)
@@ -76,6 +77,7 @@ class CrookedSource(CountingSource):
         return super().allocate(nbytes + 64, stream) + 64
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        require_free("crooked memory", address, nbytes)
         super().free(address - 64, nbytes + 64, stream)
 
 

@@ -196,6 +196,13 @@ def test_requests_for_nothing(source: Source, nbytes: object) -> None:
     source.free(source.allocate(1), 1)
 
 
+@pytest.mark.parametrize("nbytes", [1 << 62, 10**400, pytest.param(10**5000, id="huge")])
+def test_requests_beyond_every_address_space(source: Source, nbytes: int) -> None:
+    with pytest.raises(InvalidArgument, match="address space"):
+        source.allocate(nbytes)
+    source.free(source.allocate(1), 1)
+
+
 def test_more_than_there_is(source: Source) -> None:
     with pytest.raises(OutOfMemory, match=r"TiB.*(ask for less|raise)"):
         source.allocate(1 << 60)
@@ -217,6 +224,19 @@ def test_wrong_frees(source: Source) -> None:
     with pytest.raises(InvalidFree):
         source.free(address, 6000)
     source.free(source.allocate(6000), 6000)
+
+
+@pytest.mark.parametrize("bad", ["x", None, 1.5, [], pytest.param(-(10**5000), id="huge")])
+def test_frees_of_what_is_no_allocation(source: Source, bad: object) -> None:
+    """Refused, and the allocation is as it was: the right free still works."""
+    address = source.allocate(6000)
+    with pytest.raises(InvalidArgument, match=r"address .* size"):
+        source.free(bad, 6000)
+    with pytest.raises(InvalidArgument, match=r"address .* size"):
+        source.free(address, bad)
+    with pytest.raises(InvalidArgument, match=r"address .* size"):
+        source.free(float(address), 6000)
+    source.free(address, 6000)
 
 
 @pytest.mark.parametrize("alignment", [1, 4096, 1 << 20])

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from devalloc import InvalidArgument, InvalidFree, OutOfMemory
-from devalloc.sources import HostSource, Source
+from devalloc import DevallocError, InvalidArgument, InvalidFree, OutOfMemory
+from devalloc.sources import HostSource, Segment, Source
 from devalloc.sources.adaptors import (
     LimitAdaptor,
     LogAdaptor,
     StatisticsAdaptor,
     TrackingAdaptor,
 )
+from tests.sources.doubles import CountingSource
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -87,6 +88,89 @@ def test_a_row_that_comes_while_another_is_written_waits_for_no_call(
         assert [row["Size"] for row in rows(source.path) if row["Action"] == "free"] == (
             ["6", "5", "100"] if write == "call" else ["6", "5"]
         )
+
+
+@pytest.mark.parametrize("auto_flush", [False, True])
+def test_a_log_that_cannot_be_written_loses_no_memory(auto_flush: bool) -> None:
+    """The disk is full: calls are served, and the log says so when it is flushed or closed."""
+    beneath = CountingSource(HostSource())
+    source = LogAdaptor(LimitAdaptor(beneath, 1 << 20), "/dev/full", auto_flush)
+    address = source.allocate(100)
+    assert beneath.live == {address: 100}
+    segment = Segment(source, 200)
+    with pytest.raises(DevallocError, match=r"/dev/full.*No space left"):
+        source.flush()
+    with pytest.raises(OutOfMemory):
+        source.allocate(1 << 21)
+    with pytest.raises(InvalidFree):
+        source.free(address, 99)
+    source.free(address, 100)
+    del segment  # its finalizer raises nothing, or the test would fail
+    assert beneath.live == {}
+    assert not source._rows
+    with pytest.raises(DevallocError, match=r"/dev/full.*No space left"):
+        source.close()
+    assert source._file.closed
+    source.free(source.allocate(1), 1)
+
+
+def test_a_log_ends_with_the_first_row_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hole would show addresses given out twice."""
+    source = LogAdaptor(HostSource(), tmp_path / "log.csv", auto_flush=True)
+    address = source.allocate(1)
+
+    def full(text: str) -> int:
+        raise OSError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(source._file, "write", full)
+        source.free(address, 1)
+    source.free(source.allocate(2), 2)
+    with pytest.raises(DevallocError, match=r"log\.csv.*full"), source:
+        pass
+    assert [row["Action"] for row in rows(source.path)] == ["allocate"]
+
+
+def test_an_interrupted_row_loses_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beneath = CountingSource(HostSource())
+    with LogAdaptor(beneath, tmp_path / "log.csv") as source:
+        write = source._file.write
+
+        def interrupted(text: str) -> int:
+            monkeypatch.setattr(source._file, "write", write)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(source._file, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            source.allocate(100)
+        assert beneath.live == {}
+
+
+@pytest.mark.parametrize("stream", ["s", 1.5, True])
+def test_the_stream_of_a_logged_call_is_a_handle(tmp_path: Path, stream: int) -> None:
+    beneath = CountingSource(HostSource())
+    with LogAdaptor(beneath, tmp_path / "log.csv") as source:
+        with pytest.raises(InvalidArgument, match=r"stream.*handle"):
+            source.allocate(100, stream)
+        assert beneath.live == {}
+        address = source.allocate(100)
+        with pytest.raises(InvalidArgument, match=r"stream.*handle"):
+            source.free(address, 100, stream)
+        assert beneath.live == {address: 100}
+        source.free(address, 100)
+    assert [row["Action"] for row in rows(source.path)] == ["allocate", "free"]
+
+
+@pytest.mark.parametrize("nbytes", [0, "x", pytest.param(10**5000, id="huge")])
+def test_impossible_requests_are_not_logged(tmp_path: Path, nbytes: int) -> None:
+    source = LogAdaptor(HostSource(), tmp_path / "log.csv")
+    with source, pytest.raises(InvalidArgument):
+        source.allocate(nbytes)
+    assert rows(source.path) == []
 
 
 def test_a_log_of_threads_gives_no_address_out_twice(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import threading
 from devalloc.errors import InvalidFree, OutOfMemory
 from devalloc.sizes import format_size, parse_size, require_power_of_two
 from devalloc.sources.adaptors.base import Adaptor
-from devalloc.sources.base import Source, granularity_of, require_request
+from devalloc.sources.base import Source, granularity_of, require_free, require_request
 
 
 class LimitAdaptor(Adaptor):
@@ -108,6 +108,7 @@ class AlignedAdaptor(Adaptor):
         return address
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        require_free("AlignedAdaptor", address, nbytes)
         extra = self._extra(nbytes)
         if not extra:
             super().free(address, nbytes, stream)

@@ -8,8 +8,10 @@ from collections import deque
 from pathlib import Path
 from types import TracebackType
 
+from devalloc.errors import DevallocError, InvalidArgument
+from devalloc.sizes import quote
 from devalloc.sources.adaptors.base import Adaptor
-from devalloc.sources.base import Source
+from devalloc.sources.base import Source, require_free, require_request
 
 LOG_COLUMNS = ("Thread", "Time", "Action", "Pointer", "Size", "Stream")
 """The columns, RMM's."""
@@ -21,12 +23,17 @@ class LogAdaptor(Adaptor):
     Time is in seconds since 1970, with microseconds; Size is in bytes; Pointer and Stream are
     hexadecimal, and no stream is ``0x0``, as is the default stream. The actions are
 
-    - ``allocate``, and ``allocate failure`` with the pointer ``0x0``;
+    - ``allocate``, and ``allocate failure`` with the pointer ``0x0`` (but impossible requests are
+      not logged);
     - ``free``, which is written before the memory goes back, so that the file never shows an
       address given out twice;
     - ``free failure``, which takes back the ``free`` of the same thread before it.
 
     Use it in a ``with`` block, or close it: by then at the latest all rows are in the file.
+
+    If the file cannot be written (a full disk, for instance), calls are served as before. The log
+    ends there, because a log with a hole would show addresses given out twice, and `flush` and
+    `close` raise DevallocError from then on.
 
     Parameters
     ----------
@@ -46,19 +53,30 @@ class LogAdaptor(Adaptor):
         # So rows are queued, and a thread that finds no other one writing writes the queue.
         self._rows: deque[str] = deque()
         self._writing = threading.Lock()
+        self._failure: str | None = None
+        """Why the log ends early. (An exception would keep alive what its callers have.)"""
         self._file = self.path.open("w", encoding="ascii")
         self._file.write(",".join(LOG_COLUMNS) + "\n")
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
+        require_request("LogAdaptor", nbytes)
+        _require_stream(stream)
         try:
             address = super().allocate(nbytes, stream)
         except BaseException:
             self._row("allocate failure", 0, nbytes, stream)
             raise
-        self._row("allocate", address, nbytes, stream)
+        try:
+            self._row("allocate", address, nbytes, stream)
+        except BaseException:
+            # (Ctrl-C, for instance: nobody would know the address.)
+            self.free(address, nbytes, stream)
+            raise
         return address
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        require_free("LogAdaptor", address, nbytes)
+        _require_stream(stream)
         self._row("free", address, nbytes, stream)
         try:
             super().free(address, nbytes, stream)
@@ -78,32 +96,56 @@ class LogAdaptor(Adaptor):
         # Looked at again after each release: a row may have come after the writer's last look.
         while self._rows and self._writing.acquire(blocking=False):
             try:
-                self._drain()
+                self._drain(self.auto_flush)
             finally:
                 self._writing.release()
 
-    def _drain(self) -> None:
-        if self._file.closed:
+    def _drain(self, flush: bool) -> None:
+        """Write the queue as its only writer. What fails is for `flush` and `close` to report:
+        memory has moved already, or a finalizer is running."""
+        if self._file.closed or self._failure:
             self._rows.clear()
             return
-        while self._rows:
-            self._file.write(self._rows.popleft())
-        if self.auto_flush:
-            self._file.flush()
+        try:
+            while self._rows:
+                self._file.write(self._rows.popleft())
+            if flush:
+                self._file.flush()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or f"{type(error).__name__}: {error}"
+
+    def _report(self) -> None:
+        if self._failure:
+            raise DevallocError(
+                f"the log {self.path} could not be written and ends early ({self._failure}); the "
+                "calls after that were served; log again to another file"
+            )
 
     def flush(self) -> None:
-        """Write the rows of all calls that have returned to the file."""
+        """Write the rows of all calls that have returned to the file.
+
+        Raises DevallocError if a row, of this or an earlier call, could not be written.
+        """
         with self._writing:
-            self._drain()
-            if not self._file.closed:
-                self._file.flush()
+            self._drain(flush=True)
         self._write()
+        self._report()
 
     def close(self) -> None:
-        """Flush and close the file. Later calls are served but not logged."""
+        """Flush and close the file. Later calls are served but not logged.
+
+        Raises DevallocError if a row could not be written; the file is closed then, too.
+        """
         with self._writing:
-            self._drain()
-            self._file.close()
+            self._drain(flush=True)
+            try:
+                self._file.close()
+            except Exception as error:
+                self._fail(error)
+        self._report()
 
     def __enter__(self) -> LogAdaptor:
         return self
@@ -115,3 +157,10 @@ class LogAdaptor(Adaptor):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _require_stream(stream: object) -> None:
+    if stream is not None and type(stream) is not int:
+        raise InvalidArgument(
+            f"LogAdaptor: a stream is given by its handle, an int, not {quote(stream)}"
+        )

@@ -10,7 +10,7 @@ import traceback
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import format_size
 from devalloc.sources.adaptors.base import Adaptor
-from devalloc.sources.base import Source
+from devalloc.sources.base import Source, require_free
 
 
 @dataclasses.dataclass
@@ -160,6 +160,7 @@ class TrackingAdaptor(Adaptor):
         return address
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        require_free("TrackingAdaptor", address, nbytes)
         known = self._out.get(address)
         super().free(address, nbytes, stream)
         # Removed afterwards, because only the source inside knows which of several frees is the
