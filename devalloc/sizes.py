@@ -99,6 +99,18 @@ def require_power_of_two(what: str, value: object) -> None:
         raise InvalidArgument(f"{what} must be a power of two, not {quote(value)} B")
 
 
+def require_count(name: str, value: object, low: int) -> None:
+    """Refuse a value that is not an int of at least ``low`` (nor so large that sums overflow)."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= 1 << 62:
+        raise InvalidArgument(f"{name} must be an int from {low} to 2**62, not {quote(value)}")
+
+
+def require_fraction(name: str, value: object, high: float) -> None:
+    """Refuse a value that is not a number from 0 to ``high``."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
+        raise InvalidArgument(f"{name} must be a number from 0 to {high}, not {quote(value)}")
+
+
 def _class_sizes() -> tuple[int, ...]:
     small = [16 * k for k in range(1, 9)]
     middle = [2**e * step // 4 for e in range(7, 13) for step in (5, 6, 7, 8)]

@@ -6,8 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
 from devalloc.cache.blocks import Block
-from devalloc.cache.policy import Policy, require_count, require_fraction, round_up
+from devalloc.cache.policy import Policy, round_up
 from devalloc.errors import InvalidArgument
+from devalloc.sizes import require_count, require_fraction
 
 if TYPE_CHECKING:
     from devalloc.cache.store import Request, Store

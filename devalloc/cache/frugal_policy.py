@@ -14,10 +14,10 @@ from devalloc.cache.policy import (
     SMALL_MAX,
     SMALL_SEGMENT,
     Policy,
-    require_count,
     round_up,
 )
 from devalloc.errors import InvalidArgument
+from devalloc.sizes import require_count
 
 if TYPE_CHECKING:
     from devalloc.cache.store import Request, Store

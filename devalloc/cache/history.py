@@ -12,8 +12,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from devalloc.cache.blocks import Block, Segment
-from devalloc.cache.policy import require_count
 from devalloc.errors import InvalidArgument
+from devalloc.sizes import require_count
 
 if TYPE_CHECKING:
     from devalloc.cache.store import Request

@@ -12,9 +12,6 @@ import copy
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-from devalloc.errors import InvalidArgument
-from devalloc.sizes import quote
-
 if TYPE_CHECKING:
     from devalloc.cache.blocks import Block, FreeList
     from devalloc.cache.store import Request, Store
@@ -155,15 +152,3 @@ class TinyPolicy(Policy):
             store.counts["num_alloc_retries"] += 1
             block = store.grow(request, nbytes)
         return block
-
-
-def require_count(name: str, value: object, low: int) -> None:
-    """Refuse a value that is not an int of at least ``low`` (nor so large that sums overflow)."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= 1 << 62:
-        raise InvalidArgument(f"{name} must be an int from {low} to 2**62, not {quote(value)}")
-
-
-def require_fraction(name: str, value: object, high: float) -> None:
-    """Refuse a value that is not a number from 0 to ``high``."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
-        raise InvalidArgument(f"{name} must be a number from 0 to {high}, not {quote(value)}")

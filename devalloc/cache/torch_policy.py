@@ -14,13 +14,11 @@ from devalloc.cache.policy import (
     MIN_BLOCK,
     SMALL_MAX,
     Policy,
-    require_count,
-    require_fraction,
     round_up,
     two_pool_segment,
 )
 from devalloc.errors import InvalidArgument
-from devalloc.sizes import quote
+from devalloc.sizes import quote, require_count, require_fraction
 
 if TYPE_CHECKING:
     from devalloc.cache.store import Request, Store

@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable, Collection
 
 from devalloc.errors import InvalidArgument, OutOfMemory
-from devalloc.sizes import format_size
+from devalloc.sizes import format_size, quote, require_count, require_fraction
 from devalloc.sources.adaptors.base import Adaptor
 from devalloc.sources.base import Source, require_request
+
+_MAX_SECONDS = 1e9
+"""Well within what a lock can wait."""
 
 
 class RetryAdaptor(Adaptor):
@@ -27,12 +30,14 @@ class RetryAdaptor(Adaptor):
     ----------
     inner : Source
     seconds : float
-        How long one request may wait.
+        How long one request may wait, up to 1e9.
     clock : callable
         Gives the time in seconds, never decreasing.
 
     Raises
     ------
+    InvalidArgument
+        For ``seconds`` that are not a number from 0 to 1e9.
     OutOfMemory
         From `allocate`, when the time is over; its cause is the source's last failure.
     """
@@ -41,8 +46,7 @@ class RetryAdaptor(Adaptor):
         self, inner: Source, seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(inner)
-        if not seconds >= 0:
-            raise InvalidArgument(f"a time to wait is 0 seconds or more, not {seconds}")
+        require_fraction("seconds", seconds, _MAX_SECONDS)
         self.seconds = seconds
         self._clock = clock
         self._frees = 0
@@ -112,17 +116,26 @@ class FaultAdaptor(Adaptor):
     probability : float
         Probability that a call fails, from 0 to 1, for each call independently.
     seed : int
-        Two adaptors with the same seed and probability fail the same calls.
+        0 or more. Two adaptors with the same seed and probability fail the same calls.
     calls : collection of int
         Numbers of calls that always fail; the first call is number 1.
+
+    Raises
+    ------
+    InvalidArgument
+        For options that are not such numbers.
     """
 
     def __init__(
         self, inner: Source, probability: float = 0.0, seed: int = 0, calls: Collection[int] = ()
     ) -> None:
         super().__init__(inner)
-        if not 0 <= probability <= 1:
-            raise InvalidArgument(f"a probability lies between 0 and 1, not at {probability}")
+        require_fraction("probability", probability, 1.0)
+        require_count("seed", seed, 0)
+        if not isinstance(calls, Collection):
+            raise InvalidArgument(f"calls must be a collection of ints, not {quote(calls)}")
+        for call in calls:
+            require_count("each of calls", call, 1)
         self.probability = probability
         self.seed = seed
         self.calls = frozenset(calls)

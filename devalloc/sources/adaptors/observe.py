@@ -8,7 +8,7 @@ import threading
 import traceback
 
 from devalloc.errors import InvalidArgument
-from devalloc.sizes import format_size
+from devalloc.sizes import format_size, require_count
 from devalloc.sources.adaptors.base import Adaptor
 from devalloc.sources.base import Source, require_free
 
@@ -140,8 +140,7 @@ class TrackingAdaptor(Adaptor):
 
     def __init__(self, inner: Source, frames: int = 16) -> None:
         super().__init__(inner)
-        if frames < 0:
-            raise InvalidArgument(f"a number of frames is 0 or more, not {frames}")
+        require_count("frames", frames, 0)
         self.frames = frames
         self._out: dict[int, Outstanding] = {}
         self._lock = threading.RLock()  # a finaliser may free while this thread holds it
