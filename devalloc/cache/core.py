@@ -34,7 +34,7 @@ from devalloc.cache.streamed_store import StreamedStore
 from devalloc.cache.streams import CudaStreams, HostStreams, Streams
 from devalloc.errors import DevallocError, InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
-from devalloc.sizes import format_size, parse_size
+from devalloc.sizes import format_size, parse_size, require_count
 from devalloc.sources.base import granularity_of
 
 if TYPE_CHECKING:
@@ -59,6 +59,15 @@ def _as_int(nbytes: object) -> int:
         return int(operator.index(nbytes))  # type: ignore[arg-type]
     except TypeError:
         raise InvalidArgument(f"a size is an int, not {nbytes!r}") from None
+
+
+def limit_of(limit: int | str | None) -> int | None:
+    """A limit in bytes, of which a float can give a fraction."""
+    if limit is None:
+        return None
+    nbytes = parse_size(limit)
+    require_count("a limit in bytes", nbytes, 0)
+    return nbytes
 
 
 class Core(Owner):
@@ -88,8 +97,7 @@ class Core(Owner):
         self.source = source
         self.streams = streams
         self.policy = make_policy(policy).bind()
-        bound = None if limit is None else parse_size(limit)
-        self._store = StreamedStore(source, self.policy, bound, streams)
+        self._store = StreamedStore(source, self.policy, limit_of(limit), streams)
         self.policy.attach(self._store)
         self._stamps = isinstance(self.policy, BfcPolicy) and self.policy.timestamps
         self._share = share_streams
@@ -193,7 +201,11 @@ class Core(Owner):
         ------
         DoubleFree, InvalidFree
             If no block lives at ``address``; nothing has changed then.
+        InvalidArgument
+            If ``address`` is not an int.
         """
+        if type(address) is not int:
+            describe.require_address(address)
         with self._lock:
             if self._inside:
                 self._returned.append(address)
@@ -509,6 +521,7 @@ class Core(Owner):
             self._watch()
 
     def _live(self, address: int) -> Block:
+        describe.require_address(address)
         block = self._store.blocks.get(address)
         if block is None or block.state != LIVE:
             raise InvalidArgument(f"no allocation of this cache lives at {address:#x}")

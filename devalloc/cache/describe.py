@@ -7,7 +7,7 @@ from devalloc.cache.blocks import FREE, LIVE, PENDING
 from devalloc.cache.store import Request
 from devalloc.cache.streamed_store import StreamedStore
 from devalloc.errors import DevallocError, DoubleFree, InvalidArgument, InvalidFree
-from devalloc.sizes import format_size
+from devalloc.sizes import format_size, quote
 
 _PICTURE = 100
 _MARKS = {FREE: "_", LIVE: "x", PENDING: "p"}
@@ -89,10 +89,14 @@ def _could_serve(store: StreamedStore, request: Request) -> bool:
     return any(at.pool is pool and at.size >= request.size for at in store.segments.values())
 
 
-def wrong_free(store: StreamedStore, address: object) -> DevallocError:
-    """The error for freeing something that is not a live allocation."""
+def require_address(address: object) -> None:
+    """Refuse what is not an int; nothing else may be looked up as an address."""
     if isinstance(address, bool) or not isinstance(address, int):
-        return InvalidArgument(f"an address is an int, not {address!r}")
+        raise InvalidArgument(f"an address is an int, such as malloc returns, not {quote(address)}")
+
+
+def wrong_free(store: StreamedStore, address: int) -> DevallocError:
+    """The error for freeing something that is not a live allocation."""
     block = next(
         (
             block

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from devalloc.cache.core import limit_of
 from devalloc.cache.graph_pools import Graphs
 from devalloc.cache.outside import Outside
 from devalloc.cache.reports import Reports
 from devalloc.errors import InvalidArgument
-from devalloc.sizes import format_size, parse_size
+from devalloc.sizes import format_size, quote
 
 
 class Cache(Graphs, Reports):
@@ -49,8 +50,11 @@ class Cache(Graphs, Reports):
 
         After its free the block becomes available only when the work that was queued on ``stream``
         at that time is done; the free itself does not wait. The stream that owns the block is
-        ignored. Raises InvalidArgument if no block lives at ``address``.
+        ignored. Raises InvalidArgument if no block lives at ``address``, or if ``stream`` is not an
+        int.
         """
+        if type(stream) is not int:
+            raise InvalidArgument(f"a stream is given by its handle, an int, not {quote(stream)}")
         with self._entered() as store:
             block = self._live(address)
             if stream != block.home.stream:
@@ -117,7 +121,7 @@ class Cache(Graphs, Reports):
             If the memory in use does not fit into the new limit, or the policy cannot work with it;
             then the limit stays as it was.
         """
-        bound = None if limit is None else parse_size(limit)
+        bound = limit_of(limit)
         with self._entered() as store:
             if bound is not None and store.taken > bound:
                 store.give_back()

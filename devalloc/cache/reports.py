@@ -75,6 +75,7 @@ class Reports(Core):
     def owns(self, address: int) -> bool:
         """Whether an allocation lives at ``address``."""
         with self._entered() as store:
+            describe.require_address(address)
             block = store.blocks.get(address)
             return block is not None and block.state == LIVE
 
