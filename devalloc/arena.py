@@ -21,7 +21,7 @@ from devalloc.arguments import sizes_of
 from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import DoubleFree, InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
-from devalloc.sizes import format_size, parse_size
+from devalloc.sizes import format_size, parse_size, quote
 from devalloc.sources import Segment, SimulatedSource, Source
 from devalloc.tensors import Key, TensorStay, without_elements
 
@@ -70,8 +70,8 @@ class Arena(Owner):
         ``"torch"``, ``"tiny"``, ``"bfc"``, ``"auto_growth"``, ``"frugal"``, or a policy object
         with options.
     limit : int, str or float, optional
-        The most bytes that are taken from the source; a float is a fraction of the device's
-        memory.
+        The most bytes that are taken from the source, up to 2**62; a float is a fraction of the
+        device's memory.
     share_streams : bool
         Reuse memory across streams, ordered by events: see `devalloc.cache.Cache`.
 
@@ -251,7 +251,8 @@ class Arena(Owner):
                 dims = sizes_of(shape)
         if dtype is None:
             dtype = torch.get_default_dtype()
-        key = dims, dtype, self._streams.current() if stream is None else stream
+        # (Made definite first: True is no stream, but as a key it equals 1.)
+        key = dims, dtype, self._streams.current() if stream is None else self._owner(stream)
         try:
             parked = self._parking.stacks.get(key)
         except TypeError:
@@ -270,10 +271,12 @@ class Arena(Owner):
         for size in dims:
             if type(size) is not int or size < 0:
                 dims = sizes_of(dims)
-                key = dims, dtype, stream
         if not isinstance(dtype, torch.dtype):
-            raise InvalidArgument(f"a dtype is one of torch's, such as torch.int8, not {dtype!r}")
+            raise InvalidArgument(
+                f"a dtype is one of torch's, such as torch.int8, not {quote(dtype)}"
+            )
         owner = self._owner(stream)
+        key = dims, dtype, owner
         nbytes = math.prod(dims) * dtype.itemsize
         if nbytes == 0:
             return without_elements(dims, dtype, self.device)
@@ -379,7 +382,7 @@ class Arena(Owner):
         elif isinstance(what, torch.Tensor) and self._is_here(what.device):
             address = what.untyped_storage().data_ptr()
         else:
-            given = f"a tensor on {what.device}" if isinstance(what, torch.Tensor) else repr(what)
+            given = f"a tensor on {what.device}" if isinstance(what, torch.Tensor) else quote(what)
             raise InvalidArgument(
                 f"record_stream takes a block or a tensor of {self!r}, not {given}; for PyTorch's "
                 "own memory there is Tensor.record_stream"

@@ -9,7 +9,7 @@ import torch
 
 from devalloc.arguments import known_device
 from devalloc.errors import InvalidArgument
-from devalloc.sizes import parse_size
+from devalloc.sizes import parse_size, quote
 from devalloc.sources import AsyncSource, CudaSource, HostSource, Source
 
 _SOURCES: dict[str, Callable[[torch.device], Source]] = {
@@ -119,7 +119,7 @@ def _device_memory(device: torch.device) -> int:
 def resolve_stream(stream: int, device: torch.device) -> int:
     """The handle under which the engine knows the stream; InvalidArgument if there is none."""
     if type(stream) is not int:
-        raise InvalidArgument(f"a stream is given by its handle, an int, not {stream!r}")
+        raise InvalidArgument(f"a stream is given by its handle, an int, not {quote(stream)}")
     if device.type != "cuda":
         return stream
     if stream == _PER_THREAD_DEFAULT:

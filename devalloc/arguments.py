@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from devalloc.errors import InvalidArgument
+from devalloc.sizes import quote
 
 
 def sizes_of(shape: object) -> tuple[int, ...]:
@@ -22,9 +23,11 @@ def sizes_of(shape: object) -> tuple[int, ...]:
     try:
         sizes = tuple(operator.index(size) for size in dims)
     except TypeError:
-        raise InvalidArgument(f"a shape is an int or a sequence of ints, not {shape!r}") from None
+        raise InvalidArgument(
+            f"a shape is an int or a sequence of ints, not {quote(shape)}"
+        ) from None
     if any(size < 0 for size in sizes):
-        raise InvalidArgument(f"a shape has no negative sizes: {sizes}")
+        raise InvalidArgument(f"a shape has no negative sizes: {quote(sizes)}")
     return sizes
 
 
@@ -33,4 +36,4 @@ def known_device(device: Any) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:  # unknown device, wrong type, huge index
-        raise InvalidArgument(f"no such device: {device!r}") from error
+        raise InvalidArgument(f"no such device: {quote(device)}") from error

@@ -36,7 +36,8 @@ KERNEL_LAYERS = [
 # The host code, relative to devalloc. "__init__" is the package's root and what it exports.
 HOST_LAYERS = [
     {"errors", "_locate_kernels"},
-    {"sizes", "arguments", "foreign", "owner", "kernels", "_benchmarks", "testing"},
+    {"sizes"},
+    {"arguments", "foreign", "owner", "kernels", "_benchmarks", "testing"},
     {"devices"},
     {"sources", "heap_state", "leaks"},
     {"debug_table"},

@@ -14,7 +14,7 @@ import torch
 import devalloc
 from devalloc import Arena, DoubleFree, InvalidArgument, OutOfMemory
 from devalloc.arena import Block
-from devalloc.cache import POLICIES, BfcPolicy, PrivatePool
+from devalloc.cache import POLICIES, BfcPolicy, PrivatePool, TorchPolicy
 from devalloc.interop.holder import Holder
 from devalloc.sources import HostSource
 from devalloc.sources.adaptors import LimitAdaptor
@@ -346,6 +346,28 @@ def test_the_default_stream_has_two_handles(monkeypatch: pytest.MonkeyPatch) -> 
     assert arena.alloc(10, stream=0).address == block.address
 
 
+def test_tensors_park_under_the_stream_that_owns_them(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever way the stream was named."""
+    monkeypatch.setattr("devalloc.arena.resolve_stream", lambda stream, device: stream % 10)
+    for stream in (10, 0, None):
+        tensor = arena.empty(100, stream=stream)
+        address = tensor.data_ptr()
+        del tensor
+        assert [key[-1] for key in arena._parking.stacks] == [0]
+    (stack,) = arena._parking.stacks.values()
+    assert [(stay.address, stay.turns) for stay in stack] == [(address, 2)]
+
+
+@pytest.mark.parametrize("stream", [True, 1.0])
+def test_a_parked_tensor_is_not_for_what_equals_its_stream(arena: Arena, stream: int) -> None:
+    tensor = arena.empty(10, stream=1)
+    del tensor
+    with pytest.raises(InvalidArgument, match="stream"):
+        arena.empty(10, stream=stream)
+
+
 def test_on_the_host_every_handle_is_a_stream(arena: Arena) -> None:
     address = arena.empty(10, stream=1).data_ptr()
     assert arena.empty(10, stream=2).data_ptr() != address
@@ -372,6 +394,11 @@ def freed(arena: Arena) -> Block:
     return block
 
 
+def living(arena: Arena) -> int:
+    (segment,) = arena.cache._store.segments.values()
+    return segment.first.address
+
+
 def released(arena: Arena) -> PrivatePool:
     with arena.graph_pool() as pool:
         return pool
@@ -388,6 +415,20 @@ BAD: list[tuple[str, Callable[[Arena], object]]] = [
     ("foreign block", lambda arena: arena.free(Arena(source="host").alloc(1))),
     ("no block", lambda arena: arena.free(17)),  # type: ignore[arg-type]
     ("address of another type", lambda arena: arena.cache.free("x")),  # type: ignore[arg-type]
+    ("address that cannot be looked up", lambda arena: arena.cache.free([])),  # type: ignore[arg-type]
+    ("tensor for an address", lambda arena: arena.cache.free(torch.empty(5))),  # type: ignore[arg-type]
+    ("address beyond printing", lambda arena: arena.cache.free((10**5000,))),  # type: ignore[arg-type]
+    ("no address to record", lambda arena: arena.cache.record_stream([], 3)),  # type: ignore[arg-type]
+    ("text to record", lambda arena: arena.cache.record_stream("x", 3)),  # type: ignore[arg-type]
+    ("no address to order", lambda arena: arena.cache.order_behind([], 3)),  # type: ignore[arg-type]
+    ("no address to measure", lambda arena: arena.cache.size_of([])),  # type: ignore[arg-type]
+    (
+        "no stream for the engine to record",
+        lambda arena: arena.cache.record_stream(living(arena), []),
+    ),  # type: ignore[arg-type]
+    ("limit beyond addresses", lambda arena: arena.set_limit(10**400)),
+    ("limit beyond printing", lambda arena: arena.set_limit(10**5000)),
+    ("limit of text beyond addresses", lambda arena: arena.set_limit("9" * 30 + "GiB")),
     ("negative limit", lambda arena: arena.set_limit(-1)),
     ("fraction over one", lambda arena: arena.set_limit(1.5)),
     ("limit below what is used", lambda arena: arena.set_limit(1)),
@@ -400,6 +441,10 @@ BAD: list[tuple[str, Callable[[Arena], object]]] = [
     ("shape of shapes", lambda arena: arena.empty([[1]])),  # type: ignore[list-item]
     ("size beyond PyTorch's", lambda arena: arena.empty(2**70)),
     ("size beyond printing", lambda arena: arena.empty(10**5000)),
+    ("negative size beyond printing", lambda arena: arena.empty(-(10**5000))),
+    ("shape of a size beyond printing", lambda arena: arena.empty((10**5000, 1.5))),  # type: ignore[arg-type]
+    ("dtype beyond printing", lambda arena: arena.empty(3, 10**5000)),  # type: ignore[arg-type]
+    ("tensor beyond printing", lambda arena: arena.record_stream(10**5000, 7)),  # type: ignore[arg-type]
     ("size beyond PyTorch's, of nothing", lambda arena: arena.empty((2**70, 0))),
     ("nothing before a size beyond PyTorch's", lambda arena: arena.empty((0, 2**63))),
     ("sizes beyond PyTorch's together", lambda arena: arena.empty((2**40, 2**40, 0))),
@@ -429,6 +474,7 @@ def test_bad_input_changes_nothing(arena: Arena, call: Callable[[Arena], object]
     with pytest.raises(InvalidArgument):
         call(arena)
     assert arena.snapshot() == before
+    assert not arena.cache._store.uses
     arena.cache.audit()
     del tensor
 
@@ -508,6 +554,13 @@ def test_on_the_gpu_streams_and_tensors_of_another_device_are_refused() -> None:
         {"device": []},
         {"device": True},
         {"source": "host", "limit": 0.0},
+        {"source": "host", "limit": 10**400},
+        {
+            "source": "host",
+            "limit": 10**400,
+            "policy": TorchPolicy(garbage_collection_threshold=0.5),
+        },
+        {"source": "host", "limit": 10**400, "policy": BfcPolicy(fragmentation_fraction=0.5)},
         {"source": "host", "policy": BfcPolicy(growth=False)},
     ],
     ids=str,
