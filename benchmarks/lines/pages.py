@@ -1,0 +1,143 @@
+"""Free pages: one bit each, taken at the front of the heap.
+
+Owns the chunk words and the hints. A page is taken by clearing its bit and given by setting it;
+what comes back says who did. A window of twice as many free pages as the programs ask for together
+keeps them apart: the first guess succeeds for half of them when the window is nearly used up.
+"""
+
+import triton
+import triton.language as tl
+
+from devalloc.kernels.atomics import atomic_load
+from devalloc.kernels.bits import (
+    divide,
+    low_mask,
+    lowest_bit,
+    mix,
+    next_bit,
+    popcount,
+    select_bit,
+)
+from devalloc.kernels.lanes import any_lane, lane_bits, lane_index
+from devalloc.kernels.layout import program_count, program_index
+from devalloc.kernels.pages import one_of, spread
+
+from .layout import bit_of, hint_ptr, load_chunk_words, load_chunks
+
+RESIDENT = tl.constexpr(4096)  # programs that may look for pages at one time
+TRIES = tl.constexpr(40)
+
+
+@triton.jit
+def window(nbytes):
+    """In how many chunks to look for pages, if each program asks for ``nbytes`` (int32)."""
+    pages = (nbytes.to(tl.int64) * tl.minimum(program_count(), RESIDENT)) >> 16
+    return (tl.minimum(pages, 1 << 16).to(tl.int32) * 2 >> 6) + 1
+
+
+@triton.jit
+def first_chunks(heap, front, width):
+    """The chunks with free pages among the 64 from ``front`` on: a word of bits, and how many of
+    the first ``width`` there are. Moves the hint to the first of them, or past all 64."""
+    lane = tl.arange(0, 64)
+    chunks = load_chunks(heap)
+    words = atomic_load(load_chunk_words(heap) + front + lane, front + lane < chunks)
+    some = lane_bits(words != 0)
+    beyond = tl.where(front + 64 < chunks, front + 64, 0)
+    first = tl.where(some != 0, front + lowest_bit(some), beyond)
+    if first != front:
+        tl.atomic_xchg(hint_ptr(heap), first.to(tl.int64), sem="relaxed")
+    return some, tl.minimum(popcount(some), width)
+
+
+@triton.jit
+def take_pages(heap, want, width):
+    """A page for each lane (or scalar) in ``want``, from a window of ``width`` chunks; -1 where
+    none was found."""
+    lane = lane_index(want)
+    words = load_chunk_words(heap)
+    chunks = load_chunks(heap)
+    width = tl.minimum(width, chunks)
+    front = atomic_load(hint_ptr(heap)).to(tl.int32)
+    guess = spread(program_index() * 5 + lane * 3, width * 64) + front * 64
+    guess = tl.where(guess >= chunks * 64, guess - chunks * 64, guess)
+    page = lane * 0 - 1
+    pending = want
+    tries = front * 0
+    while any_lane(pending) & (tries < TRIES):
+        chunk = guess >> 6
+        bit = bit_of(guess)
+        ptr = words + tl.where(pending, chunk, 0)
+        old = tl.atomic_and(ptr, bit ^ -1, mask=pending, sem="relaxed")
+        won = pending & ((old & bit) != 0)
+        page = tl.where(won, guess, page)
+        pending = pending & (won == 0)
+        if any_lane(pending):
+            # What came back says which pages of the chunk are free. If none is, look at others.
+            salt = mix(program_index() * 64 + lane + tries * 977)
+            here = chunk * 64 + next_bit(tl.where(old != 0, old, 1), salt & 63)
+            guess = tl.where(pending & (old != 0), here, guess)
+            if any_lane(pending & (old == 0)):
+                some, choices = first_chunks(heap, front, width)
+                if choices > 0:
+                    at = front + select_bit(some + (salt & 0).to(tl.int64), one_of(choices, salt))
+                    found = atomic_load(words + tl.where(pending, at, 0), pending)
+                    away = at * 64 + next_bit(tl.where(found != 0, found, 1), salt & 63)
+                    guess = tl.where(pending & (old == 0), away, guess)
+                front = atomic_load(hint_ptr(heap)).to(tl.int32)
+        tries += 1
+    return page
+
+
+@triton.jit
+def take_any(heap, need, width):
+    """``need`` pages (int32 scalar, at most 64) from anywhere: a block of 64, the first ``need``
+    lanes of which have one each."""
+    lane = tl.arange(0, 64)
+    words = load_chunk_words(heap)
+    chunks = load_chunks(heap)
+    width = tl.minimum(width, chunks)
+    front = atomic_load(hint_ptr(heap)).to(tl.int32)
+    guess = spread(program_index(), width * 64)
+    chunk = (guess >> 6) + front
+    low = tl.minimum(divide(guess & 63, need) * need, 64 - need)
+    mask = low_mask(need) << low.to(tl.int64)
+    pages = lane * 0
+    have = need * 0
+    tries = need * 0
+    while (have < need) & (tries < TRIES):
+        chunk = tl.where(chunk >= chunks, chunk - chunks, chunk)
+        old = tl.atomic_and(words + chunk, mask ^ -1, sem="relaxed")
+        won = old & mask
+        count = popcount(won)
+        mine = (lane >= have) & (lane < have + count)
+        bits = won + (lane & 0).to(tl.int64)
+        pages = tl.where(mine, chunk * 64 + select_bit(bits, tl.where(mine, lane - have, 0)), pages)
+        have += count
+        if have < need:
+            left = old & (mask ^ -1)
+            salt = mix(program_index() + tries * 977)
+            if left == 0:
+                some, choices = first_chunks(heap, front, width)
+                chunk = tl.where(
+                    choices > 0, front + select_bit(some, one_of(choices, salt)), chunk
+                )
+                left = atomic_load(words + tl.minimum(chunk, chunks - 1))
+                front = atomic_load(hint_ptr(heap)).to(tl.int32)
+            mask = left & 0
+            at = salt & 63
+            more = have
+            while (more < need) & (mask != left):
+                bit = next_bit(left & (mask ^ -1), at)
+                mask = mask | bit_of(bit)
+                at = (bit + 1) & 63
+                more += 1
+        tries += 1
+    return pages
+
+
+@triton.jit
+def give_pages(heap, page, active):
+    """Make the pages of ``active`` lanes free."""
+    ptr = load_chunk_words(heap) + (page >> 6)
+    tl.atomic_or(ptr, bit_of(page), mask=active, sem="relaxed")
