@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.lines import table
 from benchmarks.lines.host import Lines
 from devalloc.sizes import PAGE_BYTES
 
@@ -66,3 +67,8 @@ def test_what_lives_stays_at_the_front() -> None:
     addrs = exchanged(heap, sizes, 32, rounds=2)
     assert int(addrs.max() - addrs.min()) <= 3 * int(sizes.sum())
     assert heap.largest_free() >= 3 * len(heap.free_pages()) // 4
+
+
+def test_the_table_of_the_document_is_that_of_the_newest_rows() -> None:
+    rows = table.read_rows(table.newest(table.FOLDER))
+    assert table.comparison(rows) in table.DOCUMENT.read_text()

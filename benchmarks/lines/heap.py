@@ -150,16 +150,16 @@ def malloc_alike(heap, nbytes, cls, same, rank, count, polls: tl.constexpr):
         if count >= slots:
             n = divide(count, slots)
             whole = n * slots
-            pages = take_any(heap, n, window(size * count))
+            pages, have = take_any(heap, n, window(size * count))
             lane = tl.arange(0, 64)
             state = slab_word(cls, stripe, slots) + slots + (pages & 0)
-            tl.atomic_xchg(page_word_ptr(records, pages), state, mask=lane < n, sem="relaxed")
+            tl.atomic_xchg(page_word_ptr(records, pages), state, mask=lane < have, sem="relaxed")
             at = divide(tl.where(same, rank, 0), slots)
             page = tl.gather(pages, tl.minimum(at, n - 1), 0)
             slot = rank - at * slots
             before = slot
             further = tl.minimum(whole - 1 - rank, slots - 1 - slot)
-            got = same & (rank < whole)
+            got = same & (rank < have * slots)
     if whole < count:
         need = count - whole
         line = line_ptr(heap, cls, stripe)

@@ -36,18 +36,24 @@ def window(nbytes):
 
 
 @triton.jit
-def first_chunks(heap, front, width):
-    """The chunks with free pages among the 64 from ``front`` on: a word of bits, and how many of
-    the first ``width`` there are. Moves the hint to the first of them, or past all 64."""
+def find_chunk(heap, front, width, salt):
+    """A chunk with free pages among the first ``width`` that have any, from ``front`` on; -1 if the
+    64 chunks looked at have none (scalars). A window of more than 64 is looked at in part. Moves
+    the hint to the first chunk with free pages, or past all of them."""
     lane = tl.arange(0, 64)
     chunks = load_chunks(heap)
-    words = atomic_load(load_chunk_words(heap) + front + lane, front + lane < chunks)
+    group = one_of((width + 63) >> 6, salt)
+    start = front + group * 64
+    start = tl.where(start < chunks, start, front)
+    words = atomic_load(load_chunk_words(heap) + start + lane, start + lane < chunks)
     some = lane_bits(words != 0)
-    beyond = tl.where(front + 64 < chunks, front + 64, 0)
-    first = tl.where(some != 0, front + lowest_bit(some), beyond)
-    if first != front:
+    beyond = tl.where(start + 64 < chunks, start + 64, 0)
+    first = tl.where(some != 0, start + lowest_bit(some), beyond)
+    if (start == front) & (first != front):
         tl.atomic_xchg(hint_ptr(heap), first.to(tl.int64), sem="relaxed")
-    return some, tl.minimum(popcount(some), width)
+    choices = tl.minimum(popcount(some), width)
+    found = start + select_bit(some, one_of(tl.maximum(choices, 1), salt >> 8))
+    return tl.where(choices > 0, found, -1)
 
 
 @triton.jit
@@ -78,9 +84,8 @@ def take_pages(heap, want, width):
             here = chunk * 64 + next_bit(tl.where(old != 0, old, 1), salt & 63)
             guess = tl.where(pending & (old != 0), here, guess)
             if any_lane(pending & (old == 0)):
-                some, choices = first_chunks(heap, front, width)
-                if choices > 0:
-                    at = front + select_bit(some + (salt & 0).to(tl.int64), one_of(choices, salt))
+                at = find_chunk(heap, front, width, mix(program_index() + tries * 977))
+                if at >= 0:
                     found = atomic_load(words + tl.where(pending, at, 0), pending)
                     away = at * 64 + next_bit(tl.where(found != 0, found, 1), salt & 63)
                     guess = tl.where(pending & (old == 0), away, guess)
@@ -91,8 +96,8 @@ def take_pages(heap, want, width):
 
 @triton.jit
 def take_any(heap, need, width):
-    """``need`` pages (int32 scalar, at most 64) from anywhere: a block of 64, the first ``need``
-    lanes of which have one each."""
+    """Up to ``need`` pages (int32 scalar, at most 64) from anywhere: a block of 64, and how many of
+    its lanes, from the first on, have one each."""
     lane = tl.arange(0, 64)
     words = load_chunk_words(heap)
     chunks = load_chunks(heap)
@@ -118,22 +123,20 @@ def take_any(heap, need, width):
             left = old & (mask ^ -1)
             salt = mix(program_index() + tries * 977)
             if left == 0:
-                some, choices = first_chunks(heap, front, width)
-                chunk = tl.where(
-                    choices > 0, front + select_bit(some, one_of(choices, salt)), chunk
-                )
+                at = find_chunk(heap, front, width, salt)
+                chunk = tl.where(at >= 0, at, chunk)
                 left = atomic_load(words + tl.minimum(chunk, chunks - 1))
                 front = atomic_load(hint_ptr(heap)).to(tl.int32)
             mask = left & 0
-            at = salt & 63
+            bit = salt & 63
             more = have
             while (more < need) & (mask != left):
-                bit = next_bit(left & (mask ^ -1), at)
+                bit = next_bit(left & (mask ^ -1), bit)
                 mask = mask | bit_of(bit)
-                at = (bit + 1) & 63
+                bit = (bit + 1) & 63
                 more += 1
         tries += 1
-    return pages
+    return pages, tl.minimum(have, need)
 
 
 @triton.jit

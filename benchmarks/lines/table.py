@@ -1,0 +1,46 @@
+"""The table of docs/compact-heap.md, made from the newest rows of the race.
+
+python -m benchmarks.lines.table
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.lines.race import FOLDER
+from benchmarks.results import ROOT, newest, read_rows
+from benchmarks.tables import table, write_block
+
+DOCUMENT = ROOT / "docs" / "compact-heap.md"
+
+MUST = {
+    ("mixed-64-100000", "alloc"): 9.5,
+    ("mixed-256-100000", "alloc"): 11.0,
+    ("mixed-1024-100000", "alloc"): 12.0,
+    ("mixed-4096-100000", "alloc"): 14.0,
+    ("mixed-8192-100000", "alloc"): 17.0,
+}
+"""Microseconds that the next heap may take; other rows may be 5 % slower than today."""
+
+
+def comparison(rows: list[dict[str, str]]) -> str:
+    """The rows that both have, side by side."""
+    found = {(row["row"], row["op"], row["allocator"]): row for row in rows}
+    body = []
+    for name, op, allocator in found:
+        ours = found.get((name, op, "lines"))
+        if allocator != "devalloc" or ours is None:
+            continue
+        today = float(found[name, op, allocator]["median"])
+        limit = MUST.get((name, op), today * (1.2 if name.startswith("mixed") else 1.05))
+        cells = (f"{today:.1f}", f"{float(ours['median']):.1f}", f"{limit:.1f}")
+        body.append((name, op, *cells))
+    return table(("row", "op", "today", "lines", "at most"), 2, body)
+
+
+def write(document: Path = DOCUMENT) -> None:
+    write_block(document, "lines", comparison(read_rows(newest(FOLDER))))
+
+
+if __name__ == "__main__":
+    write()
