@@ -7,7 +7,9 @@ gone.
 
 from __future__ import annotations
 
+import itertools
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -36,23 +38,38 @@ class TorchOutOfMemory(OutOfMemory, torch.OutOfMemoryError):
     """`OutOfMemory` that is also PyTorch's error, for code that expects that one."""
 
 
+_CLAIMS = itertools.count(1)
+
+
 class Block(Owner):
     """A piece of an arena's memory: ``nbytes`` usable bytes at ``address``.
 
-    Made by `Arena.alloc`, given back by `Arena.free`.
+    Made by `Arena.alloc`, given back by `Arena.free`. A block that is dropped without that gives a
+    ResourceWarning, and its memory goes back.
     """
 
-    __slots__ = ("__weakref__", "_live", "address", "arena", "nbytes")
+    __slots__ = ("__weakref__", "address", "arena", "claim", "freed", "nbytes")
 
-    def __init__(self, arena: Arena, address: int, nbytes: int) -> None:
+    def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.address = address
-        self.nbytes = nbytes
-        # Deleted by the free. That is one step, in which one thread succeeds.
-        self._live = True
+        self.address = 0
+        self.nbytes = 0
+        # Only who shows it to the cache can free the memory.
+        self.claim = next(_CLAIMS)
+        # Whether it needs no free (any more). The cache decides; this is for blocks of no bytes,
+        # and for the warning.
+        self.freed = True
 
     def __repr__(self) -> str:
         return f"<devalloc.Block {format_size(self.nbytes)} at {self.address:#x}>"
+
+    def __del__(self) -> None:
+        if not getattr(self, "freed", True) and self.address:
+            warnings.warn(
+                f"{self!r} was dropped without Arena.free", ResourceWarning, source=self,
+                stacklevel=2,
+            )  # fmt: skip
+            self.arena.cache.free_in_finalizer(self.address, self.claim)
 
 
 class Arena(Owner):
@@ -106,7 +123,7 @@ class Arena(Owner):
             share_streams=share_streams,
         )
         self._streams = self._cache.streams
-        self._parking = self._cache.parking
+        self._reuse = self._cache.reuse
         self._closed = False
         self._installed = False
         self._pytorch: Pool | None = None
@@ -254,10 +271,10 @@ class Arena(Owner):
         # (Made definite first: True is no stream, but as a key it equals 1.)
         key = dims, dtype, self._streams.current() if stream is None else self._owner(stream)
         try:
-            parked = self._parking.stacks.get(key)
+            parked = self._reuse.stacks.get(key)
         except TypeError:
             parked = None  # what cannot be looked up is refused below
-        if parked and not self._parking.closed and type(math.prod(dims)) is int:
+        if parked and not self._reuse.closed and type(math.prod(dims)) is int:
             try:
                 tensor: torch.Tensor = parked.pop().take()
                 return tensor
@@ -292,15 +309,15 @@ class Arena(Owner):
         given = self._streams.current() if stream is None else stream
         return resolve_stream(given, self.device)
 
-    def _malloc(self, nbytes: int, owner: int) -> int:
+    def _malloc(self, nbytes: int, owner: int, claim: int = 0) -> int:
         cache = self._cache
         try:
             try:
-                return cache.malloc(nbytes, owner)
+                return cache.malloc(nbytes, owner, claim=claim)
             except OutOfMemory:
                 if self._pytorch is None or not self._pytorch.empty():
                     raise
-                return cache.malloc(nbytes, owner)
+                return cache.malloc(nbytes, owner, claim=claim)
         except OutOfMemory as error:
             raise TorchOutOfMemory(str(error)) from error
 
@@ -311,13 +328,14 @@ class Arena(Owner):
         """
         self._require_open()
         size = parse_size(nbytes)
-        address = self._malloc(size, self._owner(stream))
-        try:
-            return Block(self, address, self._cache.size_of(address) if address else 0)
-        except BaseException:
-            # (Ctrl-C, for instance: nobody would know the block.)
-            self._cache.free(address)
-            raise
+        owner = self._owner(stream)
+        block = Block(self)
+        # (No call between these two: from here on the block gives its memory back when it ends.)
+        block.address = self._malloc(size, owner, block.claim)
+        block.freed = False
+        if block.address:
+            block.nbytes = self._cache.size_of(block.address)
+        return block
 
     def free(self, block: Block) -> None:
         """Give a block back.
@@ -328,22 +346,26 @@ class Arena(Owner):
             If the block was freed before; nothing has changed then, whoever has its address now.
         InvalidArgument
             If it is not a block of this arena.
+
+        After any other error, Ctrl-C included, you may free the block again: either that frees it,
+        or it raises DoubleFree because the first call did.
         """
         if not isinstance(block, Block) or block.arena is not self:
             raise InvalidArgument(
                 f"{self!r} frees blocks that its alloc returned, not {block!r}; free it where it "
                 "came from"
             )
+        if not block.address:
+            if block.freed:
+                raise DoubleFree(f"{block!r} was freed before; free it once")
+            block.freed = True
+            return
         try:
-            del block._live
-        except AttributeError:
+            self._cache.free(block.address, block.claim)
+        except DoubleFree:
+            block.freed = True
             raise DoubleFree(f"{block!r} was freed before; free it once") from None
-        try:
-            self._cache.free(block.address)
-        except BaseException:
-            if self._cache.owns(block.address):
-                block._live = True  # or nobody could free it again
-            raise
+        block.freed = True
 
     def heap(self, capacity: int | str) -> Heap:
         """A `devalloc.Heap` in memory of this arena.
@@ -376,11 +398,11 @@ class Arena(Owner):
                     f"{what!r} is a block of {what.arena!r}, not of {self!r}; record the stream "
                     "there"
                 )
-            if not hasattr(what, "_live"):
+            address, claim = what.address, what.claim
+            if what.freed:
                 raise InvalidArgument(f"{what!r} was freed before; record streams of live blocks")
-            address = what.address
         elif isinstance(what, torch.Tensor) and self._is_here(what.device):
-            address = what.untyped_storage().data_ptr()
+            address, claim = what.untyped_storage().data_ptr(), None
         else:
             given = f"a tensor on {what.device}" if isinstance(what, torch.Tensor) else quote(what)
             raise InvalidArgument(
@@ -388,7 +410,7 @@ class Arena(Owner):
                 "own memory there is Tensor.record_stream"
             )
         if address:
-            self._cache.record_stream(address, resolve_stream(handle, self.device))
+            self._cache.record_stream(address, resolve_stream(handle, self.device), claim)
 
     def _is_here(self, device: torch.device) -> bool:
         # The device of a caller's own source may have no index.
@@ -528,7 +550,7 @@ class Arena(Owner):
         Segments that PyTorch took in `use` are counted as ``outside_segment.current``,
         ``.allocated``, ``.freed`` and ``outside_bytes.current``.
         """
-        return {**self._cache.stats(), **self._cache.outside.stats()}
+        return {**self._cache.stats(), **self._cache.external.stats()}
 
     def snapshot(self) -> dict[str, object]:
         """All segments, blocks and the history, as ``torch.cuda.memory._snapshot`` gives them.

@@ -119,6 +119,10 @@ class TorchPolicy(Policy):
             return next_division(nbytes, divisions)
         return max(MIN_BLOCK, round_up(nbytes, MIN_BLOCK))
 
+    @property
+    def unit(self) -> int:
+        return MIN_BLOCK
+
     def pool_of(self, size: int) -> int:
         return 0 if size <= SMALL_MAX else 1
 
@@ -187,7 +191,8 @@ class TorchPolicy(Policy):
         if self.max_split_size is None:
             return False
         wanted = max(request.size, self.max_split_size)
-        blocks = [store.blocks[at] for _, at in request.home.from_size(self.max_split_size)]
+        home = request.home
+        blocks = [store.blocks[at] for _, at in home.from_size(self.max_split_size)]
         idle = [at.segment for at in blocks if at.segment.idle]
         enough = next((at for at in idle if at.size >= wanted), None)
         if enough is not None:
