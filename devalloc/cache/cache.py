@@ -116,6 +116,8 @@ def _entry(
             if cache._inside:
                 raise DevallocError("the cache was used from a finalizer that interrupted it")
             cache._inside = True
+            # Lowered again by `_watch`, if nothing unusual is going on.
+            cache._attention = cache.reuse.closed = True
             try:
                 cache._begin()
                 cache._flush_front()
@@ -123,10 +125,11 @@ def _entry(
             except DevallocError:
                 raise
             except BaseException:
-                cache._torn = cache._attention = True
+                cache._torn = True
                 raise
             finally:
-                cache._leave()
+                cache._inside = False
+                cache._settle(watch=True)
 
     return call
 
@@ -550,20 +553,9 @@ class Cache(Owner):
             self._read_front()
         self._free_noted()
 
-    def _leave(self) -> None:
-        """The end of every entry point."""
-        try:
-            if self._torn:
-                self._repair()
-            self._watch()
-            self._free_noted()  # also what was parked before the flag was up
-        finally:
-            self._inside = False
-            if self._urgent:
-                self._settle()
-
-    def _settle(self) -> None:
-        """Free what is parked or noted. If this thread is inside a call, the next call does it."""
+    def _settle(self, watch: bool = False) -> None:
+        """Repair what is torn, and free what is parked or noted; with ``watch``, look whether
+        anything unusual is going on. If this thread is inside a call, the next call does it."""
         with self._lock:
             if self._inside:
                 self._urgent = self._store.closed
@@ -574,7 +566,11 @@ class Cache(Owner):
                 try:
                     if self._torn:
                         self._repair()
+                    if watch:
+                        self._watch()
                     self._free_noted()
+                except DevallocError:
+                    raise
                 except BaseException:
                     self._torn = self._attention = True
                     raise
@@ -604,8 +600,9 @@ class Cache(Owner):
     def _watch(self) -> None:
         store = self._store
         if self._routes:
-            self._routes = tuple(route for route in self._routes if not route.ended)
-            store.captures = sum(route.capture for route in self._routes)
+            routes = tuple(route for route in self._routes if not route.ended)
+            captures = sum(route.capture for route in routes)
+            self._routes, store.captures = routes, captures
         self._attention = self.reuse.closed = bool(
             store.pending
             or store.privates
