@@ -22,7 +22,8 @@ for a request that is not over yet."""
 
 _LOAD = 512
 _FEW = 1024
-_SPARE_SIZES = 16
+SPARE_SIZES = 16
+_MAX_VACANT = 8
 
 T = TypeVar("T", int, tuple[int, ...])
 
@@ -207,8 +208,8 @@ class FreeList:
         if addresses is None:
             self.by_size[size] = [address]
             self.sizes.add(size)
-            if len(self.by_size) > 2 * self.blocks + _SPARE_SIZES:
-                self._sweep()
+            if len(self.by_size) > 2 * self.blocks + SPARE_SIZES:
+                self.sweep()
         elif type(addresses) is not list:
             addresses.add(address)  # type: ignore[union-attr]
         elif not addresses:
@@ -228,20 +229,29 @@ class FreeList:
     def find(self, size: int) -> tuple[int, int] | None:
         """(size, address) of the smallest free block of at least ``size`` bytes.
 
-        Of several of that size, the one at the lowest address. Sizes without blocks that the search
-        meets are forgotten.
+        Of several of that size, the one at the lowest address. If the search meets many sizes
+        without blocks, they are forgotten.
         """
-        found = self.sizes.first_from(size)
+        by_size, first_from = self.by_size, self.sizes.first_from
+        found = first_from(size)
+        vacant: list[int] | None = None
         while found is not None:
-            addresses = self.by_size[found]
+            addresses = by_size[found]
             if addresses:
-                return found, addresses[0]
-            self.sizes.remove(found)
-            del self.by_size[found]
-            found = self.sizes.first_from(found)
-        return None
+                break
+            vacant = [found] if vacant is None else [*vacant, found]
+            if len(vacant) > _MAX_VACANT:
+                self._forget(vacant)
+                vacant = None
+            found = first_from(found + 1)
+        return None if found is None else (found, by_size[found][0])
 
-    def _sweep(self) -> None:
+    def _forget(self, sizes: list[int]) -> None:
+        for size in sizes:
+            self.sizes.remove(size)
+            del self.by_size[size]
+
+    def sweep(self) -> None:
         """Forget the sizes that no free block has."""
         self.by_size = {size: found for size, found in self.by_size.items() if found}
         self.sizes = SortedSet(self.by_size)
@@ -255,8 +265,8 @@ class FreeList:
     def lost_block(self) -> None:
         """Count a block fewer whose home this is."""
         self.blocks -= 1
-        if len(self.by_size) > 2 * self.blocks + _SPARE_SIZES:
-            self._sweep()
+        if len(self.by_size) > 2 * self.blocks + SPARE_SIZES:
+            self.sweep()
         if self.blocks == 0:
             del self.pool.lists[self.stream]
 

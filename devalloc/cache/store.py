@@ -23,6 +23,7 @@ from devalloc.cache import statistics as rows
 from devalloc.cache.blocks import (
     FREE,
     LIVE,
+    SPARE_SIZES,
     TAKEN,
     Block,
     FreeList,
@@ -275,7 +276,7 @@ class Store:
         if after is not None:
             after.prev = tail
         self.blocks[address] = tail
-        owner.gained_block()
+        owner.blocks += 1
         if self.stamps and block.address in self.stamps:
             self.stamps[address] = self.stamps[block.address]
         if self.policy.takes_tail:
@@ -300,7 +301,11 @@ class Store:
             after is not None and after.state == FREE
         ):
             block = self._merge(block)
-        self._enter(block)
+        if block.next is not None or block.prev is not None:
+            log.extend((block.size | rows.SPLIT_IN | index, 0))
+        else:
+            block.home.pool.touched.add(block.segment)
+        block.home.add(block.size, block.address)
         if len(log) > rows.FULL:
             self.statistics.fold()
         return block
@@ -327,21 +332,19 @@ class Store:
         elif policy.careful:
             policy.freed(self, block)
 
-    def _enter(self, block: Block) -> None:
-        """Enter a free block in its list."""
+    def settle(self, block: Block, ignore_stamps: bool) -> Block:
+        """Take a free block out of its list, merge it, and enter the result."""
+        index = block.home.pool.index
+        log = self.statistics.rows
         if block.next is not None or block.prev is not None:
-            self.statistics.rows.extend((block.size | rows.SPLIT_IN | block.home.pool.index, 0))
+            log.extend((block.size | rows.SPLIT_OUT | index, 0))
+        block.home.remove(block.size, block.address)
+        block = self._merge(block, ignore_stamps)
+        if block.next is not None or block.prev is not None:
+            log.extend((block.size | rows.SPLIT_IN | index, 0))
         else:
             block.home.pool.touched.add(block.segment)
         block.home.add(block.size, block.address)
-
-    def settle(self, block: Block, ignore_stamps: bool) -> Block:
-        """Take a free block out of its list, merge it, and enter the result."""
-        if block.next is not None or block.prev is not None:
-            self.statistics.rows.extend((block.size | rows.SPLIT_OUT | block.home.pool.index, 0))
-        block.home.remove(block.size, block.address)
-        block = self._merge(block, ignore_stamps)
-        self._enter(block)
         return block
 
     def _merge(self, block: Block, ignore_stamps: bool = False) -> Block:
@@ -387,7 +390,9 @@ class Store:
         if after is not None:
             after.prev = first
         del self.blocks[second.address]
-        home.lost_block()
+        home.blocks -= 1
+        if len(home.by_size) > 2 * home.blocks + SPARE_SIZES:
+            home.sweep()
         return first
 
     # Segments -------------------------------------------------------------------------------------
