@@ -37,7 +37,7 @@ from devalloc.cache.reuse import Reuse
 from devalloc.cache.store import Request, Store
 from devalloc.cache.streams import CudaStreams, HostStreams, Streams
 from devalloc.cleanup import call_for_finalizers
-from devalloc.errors import DevallocError, InvalidArgument, OutOfMemory
+from devalloc.errors import DevallocError, DoubleFree, InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
 from devalloc.sizes import format_size, parse_size, quote, require_count
 from devalloc.sources.base import granularity_of
@@ -61,8 +61,8 @@ Freed = tuple[int, int, "PoolSet | None"]
 class Front(Protocol):
     """Keeps blocks that PyTorch freed, and hands them out again: see docs/host-cache.md.
 
-    ``into`` gets one entry for each call: (rows for the statistics, addresses that were held,
-    addresses and requested bytes of lent blocks whose request has changed).
+    ``into`` gets one entry for each call: the ints of rows for the statistics; the addresses that
+    were held; and for each block whose request has changed its address and the requested bytes.
     """
 
     def switch(self, on: bool, into: list[FrontEntry]) -> None:
@@ -74,14 +74,14 @@ class Front(Protocol):
     def lend(self, address: int, nbytes: int, stream: int, head: int, part: bool) -> None:
         """Note a block that PyTorch gets now, with its size and pool as a row has them."""
 
-    def forget(self, address: int) -> None:
-        """Do not hold the block that is lent at this address, if there is one."""
+    def forget(self, address: int) -> bool:
+        """Do not hold the block at this address any more, if one is known there; whether it is."""
 
     def forget_stream(self, stream: int) -> None:
         """Do not hold any block of a stream that is lent now."""
 
 
-FrontEntry = tuple[list[int], list[int], list[tuple[int, int]]]
+FrontEntry = tuple[list[int], list[int], list[int]]
 
 
 def _as_int(nbytes: object) -> int:
@@ -585,7 +585,7 @@ class Cache(Owner):
         audit.repair(store)  # which makes the dict of blocks
         for log, held, requests in self._drained:
             store.statistics.rows.extend(log)
-            for address, nbytes in requests:
+            for address, nbytes in zip(requests[::2], requests[1::2], strict=True):
                 store.blocks[address].requested = nbytes
             for address in held:
                 # (Or it is a part of another, or was put back already.)
@@ -778,23 +778,30 @@ class Cache(Owner):
 
     def lend(self, nbytes: int, stream: int) -> int:
         """`malloc` for PyTorch, whose free the front sees first."""
-        with self._lock:
-            address = self.malloc(nbytes, stream)
+        address = self.malloc(nbytes, stream)
+        try:
+            # Without the lock: nobody else knows the block, and what is read here does not change.
             block = self._store.blocks.get(address)
             if block is not None and self._front_on and self._front is not None:
                 pool = block.home.pool
-                if pool.owner == (0, 0) and block.home.stream == stream:
+                if pool.owner == (0, 0):
                     part = block.prev is not None or block.next is not None
                     self._front.lend(address, nbytes, stream, block.size | pool.index, part)
             return address
+        except BaseException:
+            self._returned.append((address, 0, None))  # PyTorch will not have it
+            raise
 
     def take_back(self, address: int, nbytes: int) -> None:
         """`free` for PyTorch of what the front does not keep; ``nbytes`` as PyTorch knows it."""
-        with self._lock:
-            block = self._store.live(address)
-            if block is not None:
-                block.requested = nbytes
-            self.free(address)
+        block = self._store.live(address)
+        if block is not None and self._front is not None:
+            if self._front.forget(address):
+                raise DoubleFree(
+                    f"double free of {address:#x}: no allocation lives there; it was freed before"
+                )
+            block.requested = nbytes
+        self.free(address)
 
     def _switch_front(self) -> None:
         front = self._front
@@ -832,7 +839,7 @@ class Cache(Owner):
             log, held, requests = self._drained[0]
             store.statistics.rows.extend(log)
             log.clear()
-            for address, nbytes in requests:
+            for address, nbytes in zip(requests[::2], requests[1::2], strict=True):
                 store.blocks[address].requested = nbytes
             for address in held:
                 store.put_back_held(address)
