@@ -434,11 +434,12 @@ class Cache(Owner):
         """No free block serves: ask holders of memory, take the policy's steps, wait for events and
         for other threads' frees, and then raise the error."""
         store = self._store
+        waiting = bool(store.pending)
         try:
             block = (
                 self._ask_holders(request)
                 or self.policy.miss(store, request)
-                or self._find_late(request)
+                or self._find_late(request, waiting)
                 or self._wait_for_frees(request)
             )
             if block is None:
@@ -461,21 +462,21 @@ class Cache(Owner):
         self._without_lock(request, ask)
         return self._find(request)
 
-    def _find_late(self, request: Request) -> Block | None:
+    def _find_late(self, request: Request, waiting: bool) -> Block | None:
         """Take what has become free while the policy tried, or becomes free by waiting for events.
 
-        If something did but does not serve as it is, take the policy's steps once more.
+        ``waiting``: whether events were waited for when the policy began. If something became free
+        but does not serve as it is, take the policy's steps once more.
         """
         store = self._store
         if store.captures:
             return None
-        changed = bool(
-            store.pending.queues or store.pending.deferred or self._returned or self.reuse.stacks
-        )
+        changed = bool(waiting or store.pending or self._returned or self.reuse.stacks)
         store.wait_for_events()
         self._free_noted()
-        changed = self._flush_front() or changed
-        return self._find(request) or (self.policy.miss(store, request) if changed else None)
+        if not (self._flush_front() or changed):
+            return None
+        return self._find(request) or self.policy.miss(store, request)
 
     def _wait_for_frees(self, request: Request) -> Block | None:
         """For a policy that waits: take what another thread frees, or repeat the policy's steps."""
