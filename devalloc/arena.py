@@ -11,15 +11,15 @@ import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from devalloc.arena_options import cuda_place_of, resolve_limit, resolve_source, resolve_stream
-from devalloc.arguments import sizes_of
+from devalloc.arguments import known_device, sizes_of
 from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import DoubleFree, InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
@@ -85,7 +85,7 @@ class Arena(Owner):
         or a source object. Default: ``"cuda"`` for a CUDA device, ``"host"`` for the CPU.
     policy : str or Policy
         ``"torch"``, ``"tiny"``, ``"bfc"``, ``"auto_growth"``, ``"frugal"``, or a policy object
-        with options.
+        with options; or PyTorch's settings, such as ``"max_split_size_mb:64"``.
     limit : int, str or float, optional
         The most bytes that are taken from the source, up to 2**62; a float is a fraction of the
         device's memory.
@@ -233,9 +233,10 @@ class Arena(Owner):
 
     def empty(
         self,
-        shape: int | Sequence[int],
+        *size: Any,
         dtype: torch.dtype | None = None,
-        *,
+        device: torch.device | str | int | None = None,
+        requires_grad: bool = False,
         stream: int | None = None,
     ) -> torch.Tensor:
         """A contiguous tensor of uninitialised memory, like ``torch.empty``.
@@ -245,9 +246,15 @@ class Arena(Owner):
 
         Parameters
         ----------
-        shape : int or sequence of int
+        *size : int, or one sequence of int
+            The shape: ``empty(2, 3)`` or ``empty((2, 3))``. A dtype may follow: ``empty((2, 3),
+            torch.int8)``.
         dtype : torch.dtype, optional
             Default: torch's default dtype.
+        device : torch.device, str or int, optional
+            Only the arena's own is accepted.
+        requires_grad : bool
+            Whether autograd records operations on the tensor.
         stream : int, optional
             Handle of the stream that owns the memory; default: the current one.
 
@@ -256,18 +263,22 @@ class Arena(Owner):
         OutOfMemory
             It is a ``torch.OutOfMemoryError`` too.
         InvalidArgument
-            For a shape with a size that is negative, too large or not an int, an unknown type or
-            stream, a quantised type, or a closed arena.
+            For a shape with a size that is negative or not an int, an unknown type or stream, a
+            quantised type, another device, or a closed arena.
         """
-        if isinstance(shape, int):
-            dims: tuple[int, ...] = (shape,)
-        else:
+        if dtype is None and len(size) == 2 and isinstance(size[1], torch.dtype):
+            *size, dtype = size  # type: ignore[assignment]
+        if len(size) == 1 and not isinstance(size[0], int):
             try:
-                dims = tuple(shape)
+                dims: tuple[Any, ...] = tuple(size[0])
             except TypeError:
-                dims = sizes_of(shape)
+                dims = sizes_of(size[0])
+        else:
+            dims = tuple(size) if size else sizes_of(None)
         if dtype is None:
             dtype = torch.get_default_dtype()
+        if device is not None:
+            self._require_here(device)
         # (Made definite first: True is no stream, but as a key it equals 1.)
         key = dims, dtype, self._streams.current() if stream is None else self._owner(stream)
         try:
@@ -277,10 +288,58 @@ class Arena(Owner):
         if parked and not self._reuse.closed and type(math.prod(dims)) is int:
             try:
                 tensor: torch.Tensor = parked.pop().take()
-                return tensor
+                return tensor.requires_grad_() if requires_grad else tensor
             except IndexError:
                 pass  # another thread was faster, or something else refers to the block
-        return self._new_tensor(key)
+        tensor = self._new_tensor(key)
+        return tensor.requires_grad_() if requires_grad else tensor
+
+    def zeros(self, *size: Any, requires_grad: bool = False, **options: Any) -> torch.Tensor:
+        """`empty`, with zeros in it. The current stream writes them, and owns the memory."""
+        return self._filled(0, size, requires_grad, options)
+
+    def ones(self, *size: Any, requires_grad: bool = False, **options: Any) -> torch.Tensor:
+        """`empty`, with ones in it. The current stream writes them, and owns the memory."""
+        return self._filled(1, size, requires_grad, options)
+
+    def full(
+        self, size: Any, fill_value: Any, *, requires_grad: bool = False, **options: Any
+    ) -> torch.Tensor:
+        """`empty` with one value in it, whose type is the default dtype as for ``torch.full``."""
+        if options.get("dtype") is None:
+            options["dtype"] = torch.full((), fill_value).dtype
+        return self._filled(fill_value, (size,), requires_grad, options)
+
+    def _filled(
+        self, value: Any, size: tuple[Any, ...], requires_grad: bool, options: dict[str, Any]
+    ) -> torch.Tensor:
+        if "stream" in options:
+            raise InvalidArgument(
+                "the current stream writes the values and owns the memory; enter the stream, or "
+                "fill what empty(stream=) gives"
+            )
+        tensor = self.empty(*size, **options)
+        with torch.no_grad():
+            tensor.fill_(value)
+        return tensor.requires_grad_() if requires_grad else tensor
+
+    def empty_like(
+        self, other: torch.Tensor, *, dtype: torch.dtype | None = None, **options: Any
+    ) -> torch.Tensor:
+        """`empty` with the shape, type and strides that ``torch.empty_like`` would give."""
+        like = torch.empty_like(other, dtype=dtype, device="meta")
+        requires_grad = options.pop("requires_grad", False)
+        if like.is_contiguous():
+            tensor = self.empty(like.shape, dtype=like.dtype, **options)
+        else:
+            flat = self.empty(like.numel(), dtype=like.dtype, **options)
+            tensor = flat.as_strided(like.shape, like.stride())
+        return tensor.requires_grad_() if requires_grad else tensor
+
+    def _require_here(self, device: torch.device | str | int) -> None:
+        wanted, index = known_device(device), self.device.index
+        if wanted.type != self.device.type or wanted.index not in (None, index or wanted.index):
+            raise InvalidArgument(f"the arena is on {self.device}, not on {wanted}")
 
     def _new_tensor(self, key: Key) -> torch.Tensor:
         self._require_open()
@@ -551,6 +610,47 @@ class Arena(Owner):
         ``.allocated``, ``.freed`` and ``outside_bytes.current``.
         """
         return {**self._cache.stats(), **self._cache.external.stats()}
+
+    def memory_allocated(self) -> int:
+        """Bytes of live tensors, blocks and heaps, rounded as the policy does."""
+        return self.stats()["allocated_bytes.all.current"]
+
+    def max_memory_allocated(self) -> int:
+        """The most that `memory_allocated` was since the start, or `reset_peak_memory_stats`."""
+        return self.stats()["allocated_bytes.all.peak"]
+
+    def memory_reserved(self) -> int:
+        """Bytes taken from the source, without what PyTorch took in `use`."""
+        return self.stats()["reserved_bytes.all.current"]
+
+    def max_memory_reserved(self) -> int:
+        """The most that `memory_reserved` was since the start, or `reset_peak_memory_stats`."""
+        return self.stats()["reserved_bytes.all.peak"]
+
+    def memory_stats(self) -> dict[str, int]:
+        """`stats`, under the name that it has in ``torch.cuda``."""
+        return self.stats()
+
+    def reset_peak_memory_stats(self) -> None:
+        """Start peaks again from the current values."""
+        self._cache.reset_peaks()
+
+    def memory_summary(self) -> str:
+        """A text with the statistics that people look at, and a picture of the memory."""
+        stats = self.stats()
+        lines = [f"{self!r}", f"{'':20}{'current':>12}{'peak':>12}{'allocated':>12}{'freed':>12}"]
+        for name in ("allocated", "active", "reserved", "requested", "inactive_split"):
+            kinds = ("current", "peak", "allocated", "freed")
+            sums = (format_size(stats[f"{name}_bytes.all.{kind}"]) for kind in kinds)
+            lines.append(f"{name:20}" + "".join(f"{value:>12}" for value in sums))
+        for name in ("allocation", "segment"):
+            counts = (stats[f"{name}.all.{kind}"] for kind in ("current", "peak"))
+            lines.append(f"{name + 's':20}" + "".join(f"{value:>12}" for value in counts))
+        lines.append(
+            f"source calls: {stats['num_device_alloc']} taken, {stats['num_device_free']} given "
+            f"back; retries: {stats['num_alloc_retries']}; out of memory: {stats['num_ooms']}"
+        )
+        return "\n".join([*lines, self._cache.report()])
 
     def snapshot(self) -> dict[str, object]:
         """All segments, blocks and the history, as ``torch.cuda.memory._snapshot`` gives them.

@@ -103,7 +103,7 @@ def resolve_limit(limit: int | str | float | None, device: torch.device) -> int 
     """The limit in bytes; a float is a fraction of the device's memory."""
     if limit is None:
         return None
-    if not isinstance(limit, float):
+    if not isinstance(limit, float):  # (NumPy's float64 is a float too.)
         return parse_size(limit)
     if not 0 < limit <= 1:
         raise InvalidArgument(f"a limit that is a fraction lies over 0 and up to 1, not {limit}")

@@ -16,7 +16,7 @@ import numpy as np
 from devalloc.cache.blocks import Block, FreeList
 from devalloc.cache.policy import MIB, Policy, round_up
 from devalloc.errors import InvalidArgument
-from devalloc.sizes import require_count, require_fraction
+from devalloc.sizes import require_fraction, size_option
 
 if TYPE_CHECKING:
     from devalloc.cache.store import Request, Store
@@ -41,7 +41,7 @@ class BfcPolicy(Policy):
     ----------
     growth : bool
         Regions begin with ``first_region`` and double; otherwise the first is the whole limit.
-    first_region : int
+    first_region : int or str
         Bytes.
     fragmentation_fraction : float
         A chunk is split if the rest is at least this fraction of the limit; 0 means 128 MiB. (A
@@ -70,7 +70,7 @@ class BfcPolicy(Policy):
     _padding: int = dataclasses.field(default=_DEFAULT_PADDING, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_count("first_region", self.first_region, 1)
+        self.first_region = size_option("first_region", self.first_region, 1)
         require_fraction("fragmentation_fraction", self.fragmentation_fraction, 1.0)
         require_fraction("retry_wait_s", self.retry_wait_s, 3600.0)
 

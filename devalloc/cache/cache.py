@@ -143,7 +143,7 @@ class Cache(Owner):
         Where segments come from. Its granularity must be at least 256 bytes.
     policy : str or Policy
         ``"torch"``, ``"tiny"``, ``"bfc"``, ``"auto_growth"``, ``"frugal"``, or a policy object
-        with options.
+        with options; or PyTorch's settings, such as ``"max_split_size_mb:64"``.
     limit : int or str, optional
         The most bytes that are reserved from the source. Checked before the source is asked.
     streams : Streams, optional

@@ -17,7 +17,7 @@ from devalloc.cache.policy import (
     round_up,
 )
 from devalloc.errors import InvalidArgument
-from devalloc.sizes import require_count
+from devalloc.sizes import require_count, size_option
 
 if TYPE_CHECKING:
     from devalloc.cache.store import Request, Store
@@ -52,9 +52,9 @@ class FrugalPolicy(Policy):
 
     Parameters
     ----------
-    allowance : int
+    allowance : int or str
         Bytes that may be reserved without giving anything back: the first record.
-    medium_segment : int
+    medium_segment : int or str
         Bytes of the segments from which blocks of over 1 MiB and below half of this are cut; a
         multiple of 2 MiB. With 2 MiB no two such blocks share a new segment; a large value saves
         calls of the source.
@@ -93,9 +93,9 @@ class FrugalPolicy(Policy):
     )
 
     def __post_init__(self) -> None:
-        require_count("allowance", self.allowance, 0)
+        self.allowance = size_option("allowance", self.allowance, 0)
         require_count("patience", self.patience, 1)
-        require_count("medium_segment", self.medium_segment, SMALL_SEGMENT)
+        self.medium_segment = size_option("medium_segment", self.medium_segment, SMALL_SEGMENT)
         if self.medium_segment % ROUND_LARGE:
             raise InvalidArgument(
                 f"medium_segment must be a multiple of {ROUND_LARGE} B, not {self.medium_segment}"

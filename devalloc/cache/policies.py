@@ -11,7 +11,7 @@ from devalloc.cache.frugal_policy import FrugalPolicy
 from devalloc.cache.policy import MIN_BLOCK, SMALL_MAX, Policy, round_up, two_pool_segment
 from devalloc.cache.torch_policy import TorchPolicy
 from devalloc.errors import InvalidArgument
-from devalloc.sizes import require_count, require_fraction
+from devalloc.sizes import require_fraction, size_option
 
 if TYPE_CHECKING:
     from devalloc.cache.store import Request, Store
@@ -54,9 +54,9 @@ class AutoGrowthPolicy(Policy):
 
     Parameters
     ----------
-    alignment : int
+    alignment : int or str
         Sizes are rounded up to multiples of this many bytes; a multiple of 256.
-    chunk_size : int
+    chunk_size : int or str
         The least bytes of a segment, rounded up to the alignment; 0 for segments of exactly the
         size that is requested.
     free_idle_chunks : str
@@ -76,8 +76,8 @@ class AutoGrowthPolicy(Policy):
     retry_wait_s: float = 0.0
 
     def __post_init__(self) -> None:
-        require_count("alignment", self.alignment, 256)
-        require_count("chunk_size", self.chunk_size, 0)
+        self.alignment = size_option("alignment", self.alignment, 256)
+        self.chunk_size = size_option("chunk_size", self.chunk_size, 0)
         require_fraction("retry_wait_s", self.retry_wait_s, 3600.0)
         if self.alignment % 256:
             raise InvalidArgument(f"alignment must be a multiple of 256, not {self.alignment}")
@@ -127,6 +127,8 @@ POLICIES: dict[str, type[Policy]] = {
 def make_policy(policy: str | Policy, **options: object) -> Policy:
     """The policy of this name with these options; a policy object is returned as it is.
 
+    A name with a colon in it is a settings string of PyTorch: see `TorchPolicy.from_settings`.
+
     Raises
     ------
     InvalidArgument
@@ -134,9 +136,12 @@ def make_policy(policy: str | Policy, **options: object) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
+    if isinstance(policy, str) and ":" in policy and not options:
+        return TorchPolicy.from_settings(policy)
     if not isinstance(policy, str) or policy not in POLICIES:
         raise InvalidArgument(
-            f"a policy is one of {', '.join(POLICIES)}, or a policy object, not {policy!r}"
+            f"a policy is one of {', '.join(POLICIES)}, a policy object, or PyTorch's settings "
+            f"such as 'max_split_size_mb:64'; not {policy!r}"
         )
     try:
         return POLICIES[policy](**options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from devalloc.cache.blocks import Block, FreeList, Segment
 from devalloc.cache.policy import (
@@ -18,7 +18,7 @@ from devalloc.cache.policy import (
     two_pool_segment,
 )
 from devalloc.errors import InvalidArgument
-from devalloc.sizes import quote, require_count, require_fraction
+from devalloc.sizes import quote, require_count, require_fraction, size_option
 
 if TYPE_CHECKING:
     from devalloc.cache.store import Request, Store
@@ -49,7 +49,7 @@ class TorchPolicy(Policy):
         Number of steps between two powers of two to which sizes are rounded up: a power of two, or
         0 or 1 for no such rounding. One value for all sizes, or one for each interval from 1 MiB
         to 64 GiB.
-    max_split_size : int, optional
+    max_split_size : int or str, optional
         Bytes, over 20 MiB. Blocks of this size and more are never split. Smaller requests never
         take such a block; others take one that is less than 20 MiB larger than the request.
         Default: no limit.
@@ -61,7 +61,7 @@ class TorchPolicy(Policy):
     name: ClassVar[str] = "torch"
 
     roundup_power2_divisions: int | tuple[int, ...] = 0
-    max_split_size: int | None = None
+    max_split_size: Any = None
     garbage_collection_threshold: float = 0.0
     _ages: dict[Segment, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
@@ -83,7 +83,9 @@ class TorchPolicy(Policy):
                 )
         self._divisions = divisions
         if self.max_split_size is not None:
-            require_count("max_split_size", self.max_split_size, LARGE_SEGMENT + 1)
+            self.max_split_size = size_option(
+                "max_split_size", self.max_split_size, LARGE_SEGMENT + 1
+            )
         require_fraction("garbage_collection_threshold", self.garbage_collection_threshold, 1.0)
 
     @classmethod

@@ -440,15 +440,15 @@ BAD: list[tuple[str, Callable[[Arena], object]]] = [
     ("shape of shapes", lambda arena: arena.empty([[1]])),  # type: ignore[list-item]
     ("negative size beyond printing", lambda arena: arena.empty(-(10**5000))),
     ("shape of a size beyond printing", lambda arena: arena.empty((10**5000, 1.5))),  # type: ignore[arg-type]
-    ("dtype beyond printing", lambda arena: arena.empty(3, 10**5000)),  # type: ignore[arg-type]
+    ("dtype beyond printing", lambda arena: arena.empty(3, dtype=10**5000)),  # type: ignore[arg-type]
     ("tensor beyond printing", lambda arena: arena.record_stream(10**5000, 7)),  # type: ignore[arg-type]
     ("size beyond PyTorch's, of nothing", lambda arena: arena.empty((2**70, 0))),
     ("nothing before a size beyond PyTorch's", lambda arena: arena.empty((0, 2**63))),
     ("sizes beyond PyTorch's together", lambda arena: arena.empty((2**40, 2**40, 0))),
     ("quantised", lambda arena: arena.empty(3, torch.quint8)),
     ("quantised nothing", lambda arena: arena.empty(0, torch.quint4x2)),
-    ("dtype that cannot be looked up", lambda arena: arena.empty(3, [])),  # type: ignore[arg-type]
-    ("no dtype", lambda arena: arena.empty(3, float)),  # type: ignore[arg-type]
+    ("dtype that cannot be looked up", lambda arena: arena.empty(3, dtype=[])),  # type: ignore[arg-type]
+    ("no dtype", lambda arena: arena.empty(3, dtype=float)),  # type: ignore[arg-type]
     ("no stream", lambda arena: arena.empty(3, stream="s")),  # type: ignore[arg-type]
     ("no stream for nothing", lambda arena: arena.empty(0, stream="s")),  # type: ignore[arg-type]
     ("no stream for a block", lambda arena: arena.alloc(3, stream=1.5)),  # type: ignore[arg-type]
