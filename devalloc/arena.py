@@ -23,7 +23,7 @@ from devalloc.arguments import known_device, sizes_of
 from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import DoubleFree, InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
-from devalloc.sizes import format_size, parse_size, quote
+from devalloc.sizes import format_size, parse_size, quote, size_option
 from devalloc.sources import Segment, SimulatedSource, Source
 from devalloc.tensors import Key, TensorStay, without_elements
 
@@ -139,6 +139,7 @@ class Arena(Owner):
         limit: int | str | float | None = None,
         *,
         share_streams: bool = False,
+        front: int | str = "4GiB",
     ) -> Arena:
         """Make an arena that is PyTorch's CUDA allocator for the whole process, all threads.
 
@@ -146,10 +147,15 @@ class Arena(Owner):
         device is the current CUDA device. For a second device call it again. It cannot be undone,
         and the arena lives as long as the process.
 
+        Up to ``front`` bytes of blocks that PyTorch freed are kept in C and handed out again
+        without Python, for requests of about the same size on the same stream
+        (docs/host-cache.md). They go back to the policy before memory is taken from the source, and
+        whenever you look at or change the arena. 0 keeps none; then every allocation calls Python.
+
         Every tensor is then a block of the arena: the policy decides, `stats`, `snapshot`, the
         limit and the history cover everything, and ``Tensor.record_stream`` and
-        ``torch.cuda.empty_cache`` reach the arena. Each allocation calls back into Python, so `use`
-        is faster. PyTorch's own statistics raise RuntimeError. Capture graphs within `capture`.
+        ``torch.cuda.empty_cache`` reach the arena. PyTorch's own statistics raise RuntimeError.
+        Capture graphs within `capture`.
 
         PyTorch does not check whether such an allocator failed. When the arena runs out, its error
         is shown as a `devalloc.interop.pluggable.AllocationWarning`, and the tensor gets the
@@ -170,6 +176,7 @@ class Arena(Owner):
 
         if not torch.cuda.is_available():
             raise InvalidArgument("no CUDA device is available: there is no allocator to replace")
+        front_bytes = size_option("front", front, 0)
         # Bad arguments are found first, without memory and CUDA: what follows cannot be undone.
         pluggable.require_unserved(cuda_place_of(device, source))
         trial = SimulatedSource()
@@ -177,7 +184,7 @@ class Arena(Owner):
         cls(source=trial, policy=policy, limit=limit)
         pluggable.replace_allocator()
         arena = cls(device, source, policy, limit, share_streams=share_streams)
-        pluggable.serve(arena._cache, arena)
+        pluggable.serve(arena._cache, arena, front_bytes)
         arena._installed = True
         return arena
 

@@ -27,7 +27,6 @@ from devalloc.errors import DevallocError
 if TYPE_CHECKING:
     from devalloc.cache.cache import FrontEntry
 
-_FRONT_BYTES = 4 << 30
 _FRONT_BLOCKS = 8192
 _MODULES: dict[str, ModuleType] = {}
 
@@ -117,7 +116,7 @@ class Front:
         purpose: str,
         device: int,
         unit: int,
-        max_bytes: int = _FRONT_BYTES,
+        max_bytes: int = 4 << 30,
         max_blocks: int = _FRONT_BLOCKS,
     ) -> None:
         self._module = _MODULES[purpose]

@@ -9,9 +9,11 @@ import itertools
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,7 @@ from devalloc.interop.pluggable import AllocationWarning
 from tests.arena.support import KIB, MIB, FakeStreams, NumberSource
 from tests.interop.support import Calls, called, require_compiler
 
+ROOT = Path(__file__).resolve().parents[2]
 DEVICES = itertools.count(5)
 
 
@@ -507,3 +510,123 @@ def test_an_installed_arena_has_a_front(monkeypatch: pytest.MonkeyPatch) -> None
     arena.cache.record_history("state")
     with pytest.raises(OutOfMemory):
         arena.cache.malloc(1 << 62)
+
+
+# On a GPU -----------------------------------------------------------------------------------------
+
+
+ON_A_GPU = """
+import gc, os, threading, torch, devalloc
+arena = devalloc.Arena.install(policy="{policy}", limit="8GiB")
+front = arena.cache._front
+torch.ones(1, device="cuda").sum().item()
+
+# Steady sizes: from the second turn on nothing enters Python.
+def turn():
+    held = [torch.full((size,), 7, dtype=torch.int32, device="cuda") for size in (100, 5000, 3 << 20)]
+    assert all(bool((tensor == 7).all()) for tensor in held)
+turn()
+entered = []
+lend = arena.cache.lend
+arena.cache.lend = lambda nbytes, stream: entered.append(nbytes) or lend(nbytes, stream)
+for _ in range(50):
+    turn()
+assert not entered, entered
+assert front.counts()["held"] >= 3
+
+# Threads, each on a stream of its own, that write a tag and read it back.
+errors = []
+def work(seed):
+    try:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            held = []
+            for step in range(400):
+                tag = seed * 100_000 + step
+                tensor = torch.full((1000 + 5000 * (step % 7),), tag, device="cuda")
+                held.append((tensor, tag))
+                del tensor
+                if len(held) > 5:
+                    tensor, tag = held.pop(step % 5)
+                    assert bool((tensor == tag).all()), "somebody else has this memory"
+    except BaseException as error:
+        errors.append(error)
+threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+for thread in threads: thread.start()
+for thread in threads:
+    while thread.is_alive():
+        thread.join(0.01)
+        arena.stats()
+        arena.cache.audit()
+assert not errors, errors[0]
+
+# A tensor that a busy side stream still reads when it ends.
+side = torch.cuda.Stream()
+for step in range(20):
+    tensor = torch.full((1 << 20,), step, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(2_000_000)
+        copy = tensor.clone()
+    tensor.record_stream(side)
+    del tensor
+    other = torch.full((1 << 20,), -1, device="cuda")
+    torch.cuda.synchronize()
+    assert bool((copy == step).all()), "it was overwritten while the side stream read it"
+    del other, copy
+
+# A graph whose memory is its own, beside a front that is busy again after the capture.
+pool = arena.graph_pool()
+graph = torch.cuda.CUDAGraph()
+x = torch.ones(1 << 16, device="cuda")
+side.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(side):
+    (x * 2 + 1).sum()
+torch.cuda.current_stream().wait_stream(side)
+with arena.capture(pool), torch.cuda.graph(graph, stream=side):
+    y = x * 2 + 1
+    z = y.sum()
+for step in range(20):
+    x.fill_(step)
+    noise = [torch.full((1 << 16,), -5.0, device="cuda") for _ in range(4)]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert z.item() == (2 * step + 1) * (1 << 16), step
+    del noise
+assert front.counts()["held"] > 0
+del y, z
+graph.reset()
+pool.release()
+
+child = os.fork()
+if child == 0:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+
+arena.set_limit("4GiB")
+big = torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
+del big
+big = torch.empty((3 << 30) + (512 << 20), dtype=torch.uint8, device="cuda")
+assert big.data_ptr()
+del big, x
+gc.collect()
+torch.cuda.synchronize()
+torch._C._cuda_clearCublasWorkspaces()
+torch.cuda.empty_cache()
+stats = arena.stats()
+assert stats["reserved_bytes.all.current"] <= 4 << 20, stats["reserved_bytes.all.current"]
+assert stats["allocation.all.allocated"] > 5000
+arena.cache.audit()
+print("sound")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("policy", ["torch", "frugal", "bfc"])
+def test_on_the_gpu_the_front_keeps_every_promise(policy: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_GPU.replace("{policy}", policy)],
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.stdout == "sound\n", done.stderr
