@@ -877,6 +877,20 @@ class Cache(Owner):
                 self._store.pending.uses.setdefault(address, set()).add(stream)
                 self._attention = self.reuse.closed = True
 
+    def erase_stream(self, address: int, stream: int) -> None:
+        """Take one `record_stream` back: the caller has waited for what ``stream`` did.
+
+        Raises InvalidArgument if no block lives at ``address``. A stream that was not recorded is
+        ignored.
+        """
+        with self._lock:
+            self._live(address)
+            uses = self._store.pending.uses
+            users = uses.get(address, set())
+            users.discard(stream)
+            if not users:
+                uses.pop(address, None)
+
     @_entry
     def forget_stream(self, stream: int) -> None:
         """Give what ``stream`` owns to the default stream. Call it before ``stream`` is destroyed.

@@ -162,11 +162,13 @@ class PyTorch(Simulator):
         max_split_size: int = UNLIMITED,
         threshold: float = 0.0,
         divisions: int = 0,
+        rounding: int = 20 * MIB,
     ) -> None:
         super().__init__(memory, limit)
         self.max_split_size = max_split_size
         self.threshold = threshold
         self.divisions = divisions
+        self.rounding = rounding
         self.lookups = {"small": 0, "large": 0}
 
     def round(self, nbytes: int) -> int:
@@ -190,7 +192,7 @@ class PyTorch(Simulator):
             return None
         if size < self.max_split_size <= piece.size:
             return None
-        if size >= self.max_split_size and piece.size >= size + 20 * MIB:
+        if size >= self.max_split_size and piece.size >= size + self.rounding:
             return None
         self.take_out(piece)
         return piece

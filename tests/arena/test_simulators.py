@@ -32,9 +32,10 @@ def torch(rng: random.Random, sources: Sources, limit: int) -> tuple[Policy, Sim
     divisions = rng.choice((0, 0, 1, 2, 4, 8))
     split = rng.choice((None, None, 21 * MIB, 32 * MIB, 64 * MIB))
     threshold = rng.choice((0.0, 0.0, 0.3, 0.7))
-    policy = TorchPolicy(divisions, split, threshold)
-    unlimited = 1 << 62
-    return policy, PyTorch(sources[1], limit, split or unlimited, threshold, divisions)
+    rounding = rng.choice((20 * MIB, 33 * MIB))
+    policy = TorchPolicy(divisions, split, threshold, rounding)
+    simulator = PyTorch(sources[1], limit, split or 1 << 62, threshold, divisions, rounding)
+    return policy, simulator
 
 
 def bfc(rng: random.Random, sources: Sources, limit: int) -> tuple[Policy, Simulator]:

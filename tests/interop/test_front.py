@@ -523,7 +523,8 @@ torch.ones(1, device="cuda").sum().item()
 
 # Steady sizes: from the second turn on nothing enters Python.
 def turn():
-    held = [torch.full((size,), 7, dtype=torch.int32, device="cuda") for size in (100, 5000, 3 << 20)]
+    sizes = (100, 5000, 3 << 20)
+    held = [torch.full((size,), 7, dtype=torch.int32, device="cuda") for size in sizes]
     assert all(bool((tensor == 7).all()) for tensor in held)
 turn()
 entered = []
