@@ -248,7 +248,8 @@ def _setting(name: str, value: str) -> dict[str, object]:
         return {name: _intervals(value[1:-1]) if value.startswith("[") else int(value)}
     raise InvalidArgument(
         f"unknown allocator setting {name}:{value}; known are max_split_size_mb, "
-        "max_non_split_rounding_mb, garbage_collection_threshold, roundup_power2_divisions and backend:native"
+        "max_non_split_rounding_mb, garbage_collection_threshold, roundup_power2_divisions and "
+        "backend:native"
     )
 
 

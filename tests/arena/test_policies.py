@@ -192,7 +192,8 @@ def test_settings_string() -> None:
     [
         "max_split_size_mb", "max_split_size_mb:x", "max_split_size_mb:10", "unknown:1",
         "roundup_power2_divisions:3", "roundup_power2_divisions:[3:1]",
-        "garbage_collection_threshold:2", "max_non_split_rounding_mb:19", "backend:cudaMallocAsync", "a:1,,b:2",
+        "garbage_collection_threshold:2", "max_non_split_rounding_mb:19",
+        "backend:cudaMallocAsync", "a:1,,b:2",
     ],
 )  # fmt: skip
 def test_bad_settings(settings: str) -> None:
