@@ -1,7 +1,7 @@
 """`Arena`: a caching allocator for one device, and tensors and heaps in its memory.
 
 A tensor's memory returns with the last reference to its storage, autograd's included; see
-`devalloc.tensors`. The engine of an arena that nobody refers to lives on until the last tensor is
+`devalloc.tensors`. The cache of an arena that nobody refers to lives on until the last tensor is
 gone.
 """
 
@@ -594,7 +594,7 @@ class Arena(Owner):
 
     @property
     def cache(self) -> Cache:
-        """The engine, for everything that has no method here: history, callbacks, streams."""
+        """The cache below, for everything that has no method here: history, callbacks, streams."""
         return self._cache
 
     def set_limit(self, limit: int | str | float | None) -> None:

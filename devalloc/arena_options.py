@@ -117,7 +117,7 @@ def _device_memory(device: torch.device) -> int:
 
 
 def resolve_stream(stream: int, device: torch.device) -> int:
-    """The handle under which the engine knows the stream; InvalidArgument if there is none."""
+    """The handle under which the cache knows the stream; InvalidArgument if there is none."""
     if type(stream) is not int:
         raise InvalidArgument(f"a stream is given by its handle, an int, not {quote(stream)}")
     if device.type != "cuda":

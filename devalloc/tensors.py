@@ -1,6 +1,6 @@
-"""Tensors over blocks of an engine: what `devalloc.Arena.empty` gives.
+"""Tensors over blocks of a cache: what `devalloc.Arena.empty` gives.
 
-To make a storage over foreign memory and a tensor over it costs as much as the engine's allocation.
+To make a storage over foreign memory and a tensor over it costs as much as the cache's allocation.
 So both are kept for the length of a `Stay`, as a *template*: ``template.data`` is a new tensor of
 the same memory, shape and type, without history. The end of a tensor calls back. If nothing but the
 stay refers to the storage then (no view, nothing that autograd saved), the block is parked with its

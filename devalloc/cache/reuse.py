@@ -3,7 +3,7 @@
 Programs ask for the same things again and again. Code that hands out objects over blocks
 (`devalloc.tensors`) *parks* a block when its object ends, under a key that says all about it. The
 next request with that key takes the block as it is, if the cache was not called in between. To the
-engine the block has been live all the time. Every call of the cache first frees what is parked, so
+cache the block has been live all the time. Every call of the cache first frees what is parked, so
 the cache decides and reports as if each free had come at once; only the choice of the block for an
 equal request is not the policy's.
 

@@ -3,7 +3,7 @@
 PyTorch's caching allocator keeps its blocks and asks two callbacks for segments only. It calls them
 while it holds its own lock, and they need the GIL, so they must not wait for a thread that may want
 either. They use `devalloc.cache.external.External`, which takes no lock, and nothing else of the
-engine.
+cache.
 
 One pair of callbacks serves the whole process and is never given up: a segment may come back long
 after its pool and its arena are gone. The address tells which arena gave it.
