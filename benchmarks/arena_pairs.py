@@ -111,7 +111,7 @@ def parts(arena: devalloc.Arena, shape: tuple[int, ...]) -> dict[str, Callable[[
     template, storage = stay._template, stay._storage
     blank = _blank(torch.float32, device)
     foreign = torch._C._construct_storage_from_data_pointer
-    stacks = cache.parking.stacks
+    stacks = cache.reuse.stacks
 
     def three_counts() -> bool:
         return (

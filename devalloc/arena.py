@@ -1,27 +1,29 @@
 """`Arena`: a caching allocator for one device, and tensors and heaps in its memory.
 
 A tensor's memory returns with the last reference to its storage, autograd's included; see
-`devalloc.tensors`. The engine of an arena that nobody refers to lives on until the last tensor is
+`devalloc.tensors`. The cache of an arena that nobody refers to lives on until the last tensor is
 gone.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from devalloc.arena_options import cuda_place_of, resolve_limit, resolve_source, resolve_stream
-from devalloc.arguments import sizes_of
+from devalloc.arguments import known_device, sizes_of
 from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import DoubleFree, InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
-from devalloc.sizes import format_size, parse_size, quote
+from devalloc.sizes import format_size, parse_size, quote, size_option
 from devalloc.sources import Segment, SimulatedSource, Source
 from devalloc.tensors import Key, TensorStay, without_elements
 
@@ -36,23 +38,38 @@ class TorchOutOfMemory(OutOfMemory, torch.OutOfMemoryError):
     """`OutOfMemory` that is also PyTorch's error, for code that expects that one."""
 
 
+_CLAIMS = itertools.count(1)
+
+
 class Block(Owner):
     """A piece of an arena's memory: ``nbytes`` usable bytes at ``address``.
 
-    Made by `Arena.alloc`, given back by `Arena.free`.
+    Made by `Arena.alloc`, given back by `Arena.free`. A block that is dropped without that gives a
+    ResourceWarning, and its memory goes back.
     """
 
-    __slots__ = ("__weakref__", "_live", "address", "arena", "nbytes")
+    __slots__ = ("__weakref__", "address", "arena", "claim", "freed", "nbytes")
 
-    def __init__(self, arena: Arena, address: int, nbytes: int) -> None:
+    def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.address = address
-        self.nbytes = nbytes
-        # Deleted by the free. That is one step, in which one thread succeeds.
-        self._live = True
+        self.address = 0
+        self.nbytes = 0
+        # Only who shows it to the cache can free the memory.
+        self.claim = next(_CLAIMS)
+        # Whether it needs no free (any more). The cache decides; this is for blocks of no bytes,
+        # and for the warning.
+        self.freed = True
 
     def __repr__(self) -> str:
         return f"<devalloc.Block {format_size(self.nbytes)} at {self.address:#x}>"
+
+    def __del__(self) -> None:
+        if not getattr(self, "freed", True) and self.address:
+            warnings.warn(
+                f"{self!r} was dropped without Arena.free", ResourceWarning, source=self,
+                stacklevel=2,
+            )  # fmt: skip
+            self.arena.cache.free_in_finalizer(self.address, self.claim)
 
 
 class Arena(Owner):
@@ -68,7 +85,7 @@ class Arena(Owner):
         or a source object. Default: ``"cuda"`` for a CUDA device, ``"host"`` for the CPU.
     policy : str or Policy
         ``"torch"``, ``"tiny"``, ``"bfc"``, ``"auto_growth"``, ``"frugal"``, or a policy object
-        with options.
+        with options; or PyTorch's settings, such as ``"max_split_size_mb:64"``.
     limit : int, str or float, optional
         The most bytes that are taken from the source, up to 2**62; a float is a fraction of the
         device's memory.
@@ -106,7 +123,7 @@ class Arena(Owner):
             share_streams=share_streams,
         )
         self._streams = self._cache.streams
-        self._parking = self._cache.parking
+        self._reuse = self._cache.reuse
         self._closed = False
         self._installed = False
         self._pytorch: Pool | None = None
@@ -122,6 +139,7 @@ class Arena(Owner):
         limit: int | str | float | None = None,
         *,
         share_streams: bool = False,
+        front: int | str = "4GiB",
     ) -> Arena:
         """Make an arena that is PyTorch's CUDA allocator for the whole process, all threads.
 
@@ -129,10 +147,15 @@ class Arena(Owner):
         device is the current CUDA device. For a second device call it again. It cannot be undone,
         and the arena lives as long as the process.
 
+        Up to ``front`` bytes of blocks that PyTorch freed are kept in C and handed out again
+        without Python, for requests of about the same size on the same stream
+        (docs/host-cache.md). They go back to the policy before memory is taken from the source, and
+        whenever you look at or change the arena. 0 keeps none; then every allocation calls Python.
+
         Every tensor is then a block of the arena: the policy decides, `stats`, `snapshot`, the
         limit and the history cover everything, and ``Tensor.record_stream`` and
-        ``torch.cuda.empty_cache`` reach the arena. Each allocation calls back into Python, so `use`
-        is faster. PyTorch's own statistics raise RuntimeError. Capture graphs within `capture`.
+        ``torch.cuda.empty_cache`` reach the arena. PyTorch's own statistics raise RuntimeError.
+        Capture graphs within `capture`.
 
         PyTorch does not check whether such an allocator failed. When the arena runs out, its error
         is shown as a `devalloc.interop.pluggable.AllocationWarning`, and the tensor gets the
@@ -153,6 +176,7 @@ class Arena(Owner):
 
         if not torch.cuda.is_available():
             raise InvalidArgument("no CUDA device is available: there is no allocator to replace")
+        front_bytes = size_option("front", front, 0)
         # Bad arguments are found first, without memory and CUDA: what follows cannot be undone.
         pluggable.require_unserved(cuda_place_of(device, source))
         trial = SimulatedSource()
@@ -160,7 +184,7 @@ class Arena(Owner):
         cls(source=trial, policy=policy, limit=limit)
         pluggable.replace_allocator()
         arena = cls(device, source, policy, limit, share_streams=share_streams)
-        pluggable.serve(arena._cache, arena)
+        pluggable.serve(arena._cache, arena, front_bytes)
         arena._installed = True
         return arena
 
@@ -216,9 +240,10 @@ class Arena(Owner):
 
     def empty(
         self,
-        shape: int | Sequence[int],
+        *size: Any,
         dtype: torch.dtype | None = None,
-        *,
+        device: torch.device | str | int | None = None,
+        requires_grad: bool = False,
         stream: int | None = None,
     ) -> torch.Tensor:
         """A contiguous tensor of uninitialised memory, like ``torch.empty``.
@@ -228,9 +253,15 @@ class Arena(Owner):
 
         Parameters
         ----------
-        shape : int or sequence of int
+        *size : int, or one sequence of int
+            The shape: ``empty(2, 3)`` or ``empty((2, 3))``. A dtype may follow: ``empty((2, 3),
+            torch.int8)``.
         dtype : torch.dtype, optional
             Default: torch's default dtype.
+        device : torch.device, str or int, optional
+            Only the arena's own is accepted.
+        requires_grad : bool
+            Whether autograd records operations on the tensor.
         stream : int, optional
             Handle of the stream that owns the memory; default: the current one.
 
@@ -239,31 +270,83 @@ class Arena(Owner):
         OutOfMemory
             It is a ``torch.OutOfMemoryError`` too.
         InvalidArgument
-            For a shape with a size that is negative, too large or not an int, an unknown type or
-            stream, a quantised type, or a closed arena.
+            For a shape with a size that is negative or not an int, an unknown type or stream, a
+            quantised type, another device, or a closed arena.
         """
-        if isinstance(shape, int):
-            dims: tuple[int, ...] = (shape,)
-        else:
+        if dtype is None and len(size) == 2 and isinstance(size[1], torch.dtype):
+            *size, dtype = size  # type: ignore[assignment]
+        if len(size) == 1 and not isinstance(size[0], int):
             try:
-                dims = tuple(shape)
+                dims: tuple[Any, ...] = tuple(size[0])
             except TypeError:
-                dims = sizes_of(shape)
+                dims = sizes_of(size[0])
+        else:
+            dims = tuple(size) if size else sizes_of(None)
         if dtype is None:
             dtype = torch.get_default_dtype()
+        if device is not None:
+            self._require_here(device)
         # (Made definite first: True is no stream, but as a key it equals 1.)
         key = dims, dtype, self._streams.current() if stream is None else self._owner(stream)
         try:
-            parked = self._parking.stacks.get(key)
+            parked = self._reuse.stacks.get(key)
         except TypeError:
             parked = None  # what cannot be looked up is refused below
-        if parked and not self._parking.closed and type(math.prod(dims)) is int:
+        if parked and not self._reuse.closed and type(math.prod(dims)) is int:
             try:
                 tensor: torch.Tensor = parked.pop().take()
-                return tensor
+                return tensor.requires_grad_() if requires_grad else tensor
             except IndexError:
                 pass  # another thread was faster, or something else refers to the block
-        return self._new_tensor(key)
+        tensor = self._new_tensor(key)
+        return tensor.requires_grad_() if requires_grad else tensor
+
+    def zeros(self, *size: Any, requires_grad: bool = False, **options: Any) -> torch.Tensor:
+        """`empty`, with zeros in it. The current stream writes them, and owns the memory."""
+        return self._filled(0, size, requires_grad, options)
+
+    def ones(self, *size: Any, requires_grad: bool = False, **options: Any) -> torch.Tensor:
+        """`empty`, with ones in it. The current stream writes them, and owns the memory."""
+        return self._filled(1, size, requires_grad, options)
+
+    def full(
+        self, size: Any, fill_value: Any, *, requires_grad: bool = False, **options: Any
+    ) -> torch.Tensor:
+        """`empty` with one value in it, whose type is the default dtype as for ``torch.full``."""
+        if options.get("dtype") is None:
+            options["dtype"] = torch.full((), fill_value).dtype
+        return self._filled(fill_value, (size,), requires_grad, options)
+
+    def _filled(
+        self, value: Any, size: tuple[Any, ...], requires_grad: bool, options: dict[str, Any]
+    ) -> torch.Tensor:
+        if "stream" in options:
+            raise InvalidArgument(
+                "the current stream writes the values and owns the memory; enter the stream, or "
+                "fill what empty(stream=) gives"
+            )
+        tensor = self.empty(*size, **options)
+        with torch.no_grad():
+            tensor.fill_(value)
+        return tensor.requires_grad_() if requires_grad else tensor
+
+    def empty_like(
+        self, other: torch.Tensor, *, dtype: torch.dtype | None = None, **options: Any
+    ) -> torch.Tensor:
+        """`empty` with the shape, type and strides that ``torch.empty_like`` would give."""
+        like = torch.empty_like(other, dtype=dtype, device="meta")
+        requires_grad = options.pop("requires_grad", False)
+        if like.is_contiguous():
+            tensor = self.empty(like.shape, dtype=like.dtype, **options)
+        else:
+            flat = self.empty(like.numel(), dtype=like.dtype, **options)
+            tensor = flat.as_strided(like.shape, like.stride())
+        return tensor.requires_grad_() if requires_grad else tensor
+
+    def _require_here(self, device: torch.device | str | int) -> None:
+        wanted, index = known_device(device), self.device.index
+        if wanted.type != self.device.type or wanted.index not in (None, index or wanted.index):
+            raise InvalidArgument(f"the arena is on {self.device}, not on {wanted}")
 
     def _new_tensor(self, key: Key) -> torch.Tensor:
         self._require_open()
@@ -292,15 +375,15 @@ class Arena(Owner):
         given = self._streams.current() if stream is None else stream
         return resolve_stream(given, self.device)
 
-    def _malloc(self, nbytes: int, owner: int) -> int:
+    def _malloc(self, nbytes: int, owner: int, claim: int = 0) -> int:
         cache = self._cache
         try:
             try:
-                return cache.malloc(nbytes, owner)
+                return cache.malloc(nbytes, owner, claim=claim)
             except OutOfMemory:
                 if self._pytorch is None or not self._pytorch.empty():
                     raise
-                return cache.malloc(nbytes, owner)
+                return cache.malloc(nbytes, owner, claim=claim)
         except OutOfMemory as error:
             raise TorchOutOfMemory(str(error)) from error
 
@@ -311,13 +394,14 @@ class Arena(Owner):
         """
         self._require_open()
         size = parse_size(nbytes)
-        address = self._malloc(size, self._owner(stream))
-        try:
-            return Block(self, address, self._cache.size_of(address) if address else 0)
-        except BaseException:
-            # (Ctrl-C, for instance: nobody would know the block.)
-            self._cache.free(address)
-            raise
+        owner = self._owner(stream)
+        block = Block(self)
+        # (No call between these two: from here on the block gives its memory back when it ends.)
+        block.address = self._malloc(size, owner, block.claim)
+        block.freed = False
+        if block.address:
+            block.nbytes = self._cache.size_of(block.address)
+        return block
 
     def free(self, block: Block) -> None:
         """Give a block back.
@@ -328,22 +412,26 @@ class Arena(Owner):
             If the block was freed before; nothing has changed then, whoever has its address now.
         InvalidArgument
             If it is not a block of this arena.
+
+        After any other error, Ctrl-C included, you may free the block again: either that frees it,
+        or it raises DoubleFree because the first call did.
         """
         if not isinstance(block, Block) or block.arena is not self:
             raise InvalidArgument(
                 f"{self!r} frees blocks that its alloc returned, not {block!r}; free it where it "
                 "came from"
             )
+        if not block.address:
+            if block.freed:
+                raise DoubleFree(f"{block!r} was freed before; free it once")
+            block.freed = True
+            return
         try:
-            del block._live
-        except AttributeError:
+            self._cache.free(block.address, block.claim)
+        except DoubleFree:
+            block.freed = True
             raise DoubleFree(f"{block!r} was freed before; free it once") from None
-        try:
-            self._cache.free(block.address)
-        except BaseException:
-            if self._cache.owns(block.address):
-                block._live = True  # or nobody could free it again
-            raise
+        block.freed = True
 
     def heap(self, capacity: int | str) -> Heap:
         """A `devalloc.Heap` in memory of this arena.
@@ -376,11 +464,11 @@ class Arena(Owner):
                     f"{what!r} is a block of {what.arena!r}, not of {self!r}; record the stream "
                     "there"
                 )
-            if not hasattr(what, "_live"):
+            address, claim = what.address, what.claim
+            if what.freed:
                 raise InvalidArgument(f"{what!r} was freed before; record streams of live blocks")
-            address = what.address
         elif isinstance(what, torch.Tensor) and self._is_here(what.device):
-            address = what.untyped_storage().data_ptr()
+            address, claim = what.untyped_storage().data_ptr(), None
         else:
             given = f"a tensor on {what.device}" if isinstance(what, torch.Tensor) else quote(what)
             raise InvalidArgument(
@@ -388,7 +476,7 @@ class Arena(Owner):
                 "own memory there is Tensor.record_stream"
             )
         if address:
-            self._cache.record_stream(address, resolve_stream(handle, self.device))
+            self._cache.record_stream(address, resolve_stream(handle, self.device), claim)
 
     def _is_here(self, device: torch.device) -> bool:
         # The device of a caller's own source may have no index.
@@ -506,7 +594,7 @@ class Arena(Owner):
 
     @property
     def cache(self) -> Cache:
-        """The engine, for everything that has no method here: history, callbacks, streams."""
+        """The cache below, for everything that has no method here: history, callbacks, streams."""
         return self._cache
 
     def set_limit(self, limit: int | str | float | None) -> None:
@@ -528,7 +616,48 @@ class Arena(Owner):
         Segments that PyTorch took in `use` are counted as ``outside_segment.current``,
         ``.allocated``, ``.freed`` and ``outside_bytes.current``.
         """
-        return {**self._cache.stats(), **self._cache.outside.stats()}
+        return {**self._cache.stats(), **self._cache.external.stats()}
+
+    def memory_allocated(self) -> int:
+        """Bytes of live tensors, blocks and heaps, rounded as the policy does."""
+        return self.stats()["allocated_bytes.all.current"]
+
+    def max_memory_allocated(self) -> int:
+        """The most that `memory_allocated` was since the start, or `reset_peak_memory_stats`."""
+        return self.stats()["allocated_bytes.all.peak"]
+
+    def memory_reserved(self) -> int:
+        """Bytes taken from the source, without what PyTorch took in `use`."""
+        return self.stats()["reserved_bytes.all.current"]
+
+    def max_memory_reserved(self) -> int:
+        """The most that `memory_reserved` was since the start, or `reset_peak_memory_stats`."""
+        return self.stats()["reserved_bytes.all.peak"]
+
+    def memory_stats(self) -> dict[str, int]:
+        """`stats`, under the name that it has in ``torch.cuda``."""
+        return self.stats()
+
+    def reset_peak_memory_stats(self) -> None:
+        """Start peaks again from the current values."""
+        self._cache.reset_peaks()
+
+    def memory_summary(self) -> str:
+        """A text with the statistics that people look at, and a picture of the memory."""
+        stats = self.stats()
+        lines = [f"{self!r}", f"{'':20}{'current':>12}{'peak':>12}{'allocated':>12}{'freed':>12}"]
+        for name in ("allocated", "active", "reserved", "requested", "inactive_split"):
+            kinds = ("current", "peak", "allocated", "freed")
+            sums = (format_size(stats[f"{name}_bytes.all.{kind}"]) for kind in kinds)
+            lines.append(f"{name:20}" + "".join(f"{value:>12}" for value in sums))
+        for name in ("allocation", "segment"):
+            counts = (stats[f"{name}.all.{kind}"] for kind in ("current", "peak"))
+            lines.append(f"{name + 's':20}" + "".join(f"{value:>12}" for value in counts))
+        lines.append(
+            f"source calls: {stats['num_device_alloc']} taken, {stats['num_device_free']} given "
+            f"back; retries: {stats['num_alloc_retries']}; out of memory: {stats['num_ooms']}"
+        )
+        return "\n".join([*lines, self._cache.report()])
 
     def snapshot(self) -> dict[str, object]:
         """All segments, blocks and the history, as ``torch.cuda.memory._snapshot`` gives them.

@@ -103,7 +103,7 @@ def resolve_limit(limit: int | str | float | None, device: torch.device) -> int 
     """The limit in bytes; a float is a fraction of the device's memory."""
     if limit is None:
         return None
-    if not isinstance(limit, float):
+    if not isinstance(limit, float):  # (NumPy's float64 is a float too.)
         return parse_size(limit)
     if not 0 < limit <= 1:
         raise InvalidArgument(f"a limit that is a fraction lies over 0 and up to 1, not {limit}")
@@ -117,7 +117,7 @@ def _device_memory(device: torch.device) -> int:
 
 
 def resolve_stream(stream: int, device: torch.device) -> int:
-    """The handle under which the engine knows the stream; InvalidArgument if there is none."""
+    """The handle under which the cache knows the stream; InvalidArgument if there is none."""
     if type(stream) is not int:
         raise InvalidArgument(f"a stream is given by its handle, an int, not {quote(stream)}")
     if device.type != "cuda":

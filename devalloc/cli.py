@@ -266,6 +266,7 @@ class Benchmarks(click.Group):
         "litmus": "bench_litmus",
         "order": "bench_order",
         "plot": "plots",
+        "process": "bench_process",
         "sanitize": "bench_sanitize",
         "stress": "bench_stress",
     }

@@ -7,6 +7,8 @@ The table is built here by a rule; the device computes the same numbers by arith
 from __future__ import annotations
 
 import re
+from numbers import Integral
+from typing import Any
 
 from devalloc.errors import InvalidArgument
 
@@ -34,8 +36,8 @@ def parse_size(size: int | str) -> int:
     Parameters
     ----------
     size : int or str
-        Bytes, or text: a number, with or without a unit: B, KiB, MiB, GiB, TiB (powers of 1024),
-        KB, MB, GB, TB (powers of 1000). Case does not matter.
+        Bytes (NumPy's integers too), or text: a number, with or without a unit: B, KiB, MiB, GiB,
+        TiB (powers of 1024), KB, MB, GB, TB (powers of 1000). Case does not matter.
 
     Returns
     -------
@@ -47,12 +49,13 @@ def parse_size(size: int | str) -> int:
     InvalidArgument
         For negative sizes, unknown units, fractions of a byte, and other types.
     """
-    if isinstance(size, bool) or not isinstance(size, int | str):
-        raise InvalidArgument(f"a size is an int or a string such as '64MiB', not {size!r}")
-    if isinstance(size, int):
-        if size < 0:
-            raise InvalidArgument(f"a size cannot be negative: {format_size(size)}")
-        return size
+    if not isinstance(size, str):
+        if not is_integer(size):
+            raise InvalidArgument(f"a size is an int or a string such as '64MiB', not {size!r}")
+        nbytes = int(size)
+        if nbytes < 0:
+            raise InvalidArgument(f"a size cannot be negative: {format_size(nbytes)}")
+        return nbytes
     match = _SIZE.fullmatch(size)
     unit = match and _UNITS.get(match[2].upper())
     if not match or not unit:
@@ -99,9 +102,25 @@ def require_power_of_two(what: str, value: object) -> None:
         raise InvalidArgument(f"{what} must be a power of two, not {quote(value)} B")
 
 
-def require_count(name: str, value: object, low: int) -> None:
+def size_option(name: str, value: Any, low: int) -> int:
+    """The bytes of an option called ``name``, as an int or as text; refused below ``low``."""
+    if isinstance(value, str):
+        try:
+            value = parse_size(value)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{name}: {error}") from error
+    require_count(name, value, low)
+    return int(value)
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is an int, of Python or of NumPy, and no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def require_count(name: str, value: Any, low: int) -> None:
     """Refuse a value that is not an int of at least ``low`` (nor so large that sums overflow)."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= 1 << 62:
+    if not is_integer(value) or not low <= value <= 1 << 62:
         raise InvalidArgument(f"{name} must be an int from {low} to 2**62, not {quote(value)}")
 
 

@@ -1,6 +1,6 @@
-"""Tensors over blocks of an engine: what `devalloc.Arena.empty` gives.
+"""Tensors over blocks of a cache: what `devalloc.Arena.empty` gives.
 
-To make a storage over foreign memory and a tensor over it costs as much as the engine's allocation.
+To make a storage over foreign memory and a tensor over it costs as much as the cache's allocation.
 So both are kept for the length of a `Stay`, as a *template*: ``template.data`` is a new tensor of
 the same memory, shape and type, without history. The end of a tensor calls back. If nothing but the
 stay refers to the storage then (no view, nothing that autograd saved), the block is parked with its
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from devalloc.cache.parking import InUse, Stay
+from devalloc.cache.reuse import InUse, Stay
 from devalloc.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class TensorStay(Stay):
         "_idle_in_c",
         "_idle_in_python",
         "_on_end",
-        "_parking",
+        "_reuse",
         "_storage",
         "_template",
         "_watch",
@@ -123,8 +123,8 @@ class TensorStay(Stay):
         self._idle_in_python = _uses_in_python(self._storage)
         self._on_end = self._ended
         self._watch: weakref.ref[object] | None = None
-        self._parking = cache.parking
-        self._parking.enter(self)
+        self._reuse = cache.reuse
+        self._reuse.enter(self)
 
     def take(self) -> torch.Tensor:
         # The test is written out here and below: a call would take a noticeable part of the time.
@@ -142,14 +142,14 @@ class TensorStay(Stay):
         return tensor
 
     def _ended(self, _: object) -> None:
-        parking = self._parking
+        reuse = self._reuse
         if (
             _uses_in_c(self._handle) == self._ending_in_c
             and _uses_in_python(self._storage) == self._idle_in_python
             and not _weak_references(self._storage)
-            and not parking.closed
+            and not reuse.closed
         ):
-            parking.park(self)
+            reuse.park(self)
         else:
             self._await_others()
 
@@ -169,7 +169,7 @@ class TensorStay(Stay):
         return False
 
     def _gone(self, _: object) -> None:
-        self._parking.end(self)
+        self._reuse.end(self)
         self.cache.free_in_finalizer(self.address)
 
     def forget(self) -> None:

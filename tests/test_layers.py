@@ -37,7 +37,7 @@ KERNEL_LAYERS = [
 HOST_LAYERS = [
     {"errors", "_locate_kernels"},
     {"sizes"},
-    {"arguments", "foreign", "owner", "kernels", "_benchmarks", "testing"},
+    {"arguments", "cleanup", "foreign", "owner", "kernels", "_benchmarks", "testing"},
     {"devices"},
     {"sources", "heap_state", "leaks"},
     {"debug_table"},

@@ -1,19 +1,27 @@
-"""The host caching allocator: one engine, and policies that drive it.
+"""The host caching allocator: one cache, and policies that drive it. See docs/host-cache.md.
 
-From the bottom up: blocks and free lists; the ledger of statistics; policies; the store (segments,
-and the steps that policies are made of); the store with streams; the core, which adds the lock;
-graphs and reports, side by side; the engine, which joins them.
+From the bottom up: blocks and free lists; statistics; policies; the store (segments, and the steps
+that policies are made of) with its history, pending blocks and external segments; audits and
+reports; the cache, which adds the lock and the entry points.
 """
 
-from devalloc.cache.auto_growth_policy import AutoGrowthPolicy
+import sys
+
 from devalloc.cache.bfc_policy import BfcPolicy
-from devalloc.cache.engine import Cache
+from devalloc.cache.cache import Cache
 from devalloc.cache.frugal_policy import FrugalPolicy
 from devalloc.cache.graph_pools import PrivatePool
-from devalloc.cache.policies import POLICIES, make_policy
-from devalloc.cache.policy import Policy, TinyPolicy
+from devalloc.cache.policies import POLICIES, AutoGrowthPolicy, TinyPolicy, make_policy
+from devalloc.cache.policy import Policy
 from devalloc.cache.streams import CudaStreams, Event, HostStreams, Streams
 from devalloc.cache.torch_policy import TorchPolicy
+from devalloc.errors import DevallocError
+
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    raise DevallocError(
+        "arenas need the global interpreter lock, which this Python runs without: their promises "
+        "to threads and interrupted calls rest on it; run with PYTHON_GIL=1, or use heaps only"
+    )
 
 __all__ = [
     "POLICIES",

@@ -1,7 +1,7 @@
 """The best-fit-with-coalescing allocator of TensorFlow and XLA as a policy.
 
 Its 21 bins, each ordered by (size, address) and searched from the request's bin upwards, choose the
-same chunk as one list ordered by (size, address). So the engine's free list is used, and the bins
+same chunk as one list ordered by (size, address). So the cache's free list is used, and the bins
 appear only in the report.
 """
 
@@ -11,10 +11,12 @@ import copy
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from devalloc.cache.blocks import Block, FreeList
 from devalloc.cache.policy import MIB, Policy, round_up
 from devalloc.errors import InvalidArgument
-from devalloc.sizes import require_count, require_fraction
+from devalloc.sizes import require_fraction, size_option
 
 if TYPE_CHECKING:
     from devalloc.cache.store import Request, Store
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 MIN_CHUNK = 256
 BINS = 21
 _DEFAULT_PADDING = 128 * MIB
-_BACK_OFF = 0.9
+_BACK_OFF = np.float32(0.9)
+"""A float of 24 bits, as in the original: 16 GiB backs off to 15,461,881,856 B."""
 
 
 def bin_of(nbytes: int) -> int:
@@ -38,7 +41,7 @@ class BfcPolicy(Policy):
     ----------
     growth : bool
         Regions begin with ``first_region`` and double; otherwise the first is the whole limit.
-    first_region : int
+    first_region : int or str
         Bytes.
     fragmentation_fraction : float
         A chunk is split if the rest is at least this fraction of the limit; 0 means 128 MiB. (A
@@ -67,7 +70,7 @@ class BfcPolicy(Policy):
     _padding: int = dataclasses.field(default=_DEFAULT_PADDING, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_count("first_region", self.first_region, 1)
+        self.first_region = size_option("first_region", self.first_region, 1)
         require_fraction("fragmentation_fraction", self.fragmentation_fraction, 1.0)
         require_fraction("retry_wait_s", self.retry_wait_s, 3600.0)
 
@@ -146,20 +149,21 @@ class BfcPolicy(Policy):
         available = None if room is None else room // MIN_CHUNK * MIN_CHUNK
         if available is not None and request.size > available:
             return None
-        region = self._region
-        while region < request.size:
-            region *= 2
-        nbytes = region if available is None else min(region, available)
+        # Kept even if the source refuses: the next request begins with the larger region.
+        before = self._region
+        while self._region < request.size:
+            self._region *= 2
+        nbytes = self._region if available is None else min(self._region, available)
         block = store.grow(request, nbytes)
         while block is None:
+            less = int(np.float32(nbytes) * _BACK_OFF)
             # At least one chunk less: small sizes would be rounded up to themselves for ever.
-            nbytes = min(self.round(int(nbytes * _BACK_OFF)), nbytes - MIN_CHUNK)
+            nbytes = min(self.round(less), nbytes - MIN_CHUNK)
             if nbytes < request.size:
                 break
             block = store.grow(request, nbytes)
-        if block is None:
-            return None
-        self._region = region if region > self._region else 2 * region
+        if block is not None and self._region == before:
+            self._region *= 2
         return block
 
     def _release_idle(self, store: Store, request: Request) -> bool:
@@ -167,9 +171,8 @@ class BfcPolicy(Policy):
         if not store.may_release():
             return False
         store.wait_for_events()
-        idle = store.idle_segments(store.default, 1)
         room = store.room()
-        free = sum(segment.size for segment in idle)
+        free = sum(place[0] for place in store.default.pools[1].idle())
         if not free or (room is not None and request.size > room + free):
             return False
         return store.release_cached() > 0
@@ -177,29 +180,28 @@ class BfcPolicy(Policy):
     # Time stamps ----------------------------------------------------------------------------------
 
     @property
+    def stamps_frees(self) -> bool:
+        return self.timestamps
+
+    @property
     def clock(self) -> int:
-        """The time of the last free."""
-        return self._clock
+        return self._clock if self.timestamps else super().clock
 
     def set_safe_frontier(self, time: int) -> None:
-        """Say that the work of every free up to ``time - 1`` is done."""
+        if not self.timestamps:
+            super().set_safe_frontier(time)
         self._frontier = max(self._frontier, time)
 
     def stamp(self, store: Store, block: Block) -> None:
-        """Stamp a freed block, before it is entered in its free list."""
         self._clock += 1
         store.stamps[block.address] = self._clock
 
     def _merge_stamped(self, store: Store, wanted: int) -> bool:
         """Merge stamped chunks that the frontier has passed. If ``wanted`` is not 0, merge younger
         ones too until one chunk has that many bytes. Returns whether one has."""
-        candidates = []
-        for address, stamp in list(store.stamps.items()):
-            if stamp < self._frontier:
-                del store.stamps[address]
-            elif not wanted:
-                continue
-            candidates.append(address)
+        candidates = store.stamps.take_before(self._frontier)
+        if wanted:
+            candidates += store.stamps
         satisfied = False
         for address in candidates:
             block = store.blocks.get(address)

@@ -1,26 +1,123 @@
-"""Blocks, the segments they tile, and the ordered lists of free ones.
+"""Blocks, the segments they tile, and the ordered sets that they are found in.
 
-Concurrency: everything here belongs to one engine and is touched under its lock only.
+Concurrency: everything here belongs to one cache and is touched under its lock only.
 
-A free list is ordered by (size, address): a sorted list of the sizes that occur, and for each size
-the sorted addresses. In practice there are few distinct sizes, so both are short, and inserting in
-a list of plain ints is a `memmove`: about three to five times faster than a balanced container, up
-to about a thousand sizes (docs/host.md). A size whose last block was taken stays in the list, so
-that a cached allocation and its free only pop and append. When a search meets many such sizes, they
-are swept.
+Costs are for n blocks. A size whose last free block was taken stays in its free list, so that a
+cached allocation and its free only pop and append. See docs/host-cache.md.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
 
 FREE = 0
 LIVE = 1
 PENDING = 2
-"""States of a block: free; handed out; freed by its owner, but still used on some stream."""
+TAKEN = 3
+"""States of a block: free; handed out; freed by its owner, but still used on some stream; chosen
+for a request that is not over yet."""
 
-_MAX_IDLE_SIZES = 8
+_LOAD = 512
+_FEW = 1024
+SPARE_SIZES = 16
+_MAX_VACANT = 8
+
+T = TypeVar("T", int, tuple[int, ...])
+
+
+class SortedSet(Generic[T]):
+    """Entries in order: sorted lists of at most ``2 * _LOAD`` entries, and the last of each.
+
+    Adding, removing and finding take two bisections and one `memmove` of a short list.
+    """
+
+    __slots__ = ("_lists", "_tops")
+
+    def __init__(self, entries: Iterable[T] = ()) -> None:
+        ordered = sorted(entries)
+        self._lists: list[list[T]] = [
+            ordered[at : at + _LOAD] for at in range(0, len(ordered), _LOAD)
+        ]
+        self._tops: list[T] = [entries[-1] for entries in self._lists]
+
+    def add(self, entry: T) -> None:
+        """Add what is not there yet."""
+        tops = self._tops
+        at = bisect_left(tops, entry)
+        if at == len(tops):
+            if not tops:
+                self._lists.append([entry])
+                tops.append(entry)
+                return
+            at -= 1
+            tops[at] = entry
+        entries = self._lists[at]
+        insort(entries, entry)
+        if len(entries) > 2 * _LOAD:
+            self._lists.insert(at, entries[:_LOAD])
+            tops.insert(at, entries[_LOAD - 1])
+            del entries[:_LOAD]
+
+    def remove(self, entry: T) -> None:
+        """Remove what is there; KeyError if it is not."""
+        at = bisect_left(self._tops, entry)
+        entries = self._lists[at] if at < len(self._tops) else []
+        place = bisect_left(entries, entry)
+        if place == len(entries) or entries[place] != entry:
+            raise KeyError(entry)
+        self._delete(at, place)
+
+    def _delete(self, at: int, place: int) -> None:
+        entries = self._lists[at]
+        del entries[place]
+        if not entries:
+            del self._lists[at], self._tops[at]
+        elif place == len(entries):
+            self._tops[at] = entries[-1]
+
+    def pop(self, place: int) -> T:
+        """Remove and return the first entry; as `list.pop`, but only for place 0."""
+        assert place == 0
+        first = self._lists[0][0]
+        self._delete(0, 0)
+        return first
+
+    def first_from(self, entry: T) -> T | None:
+        """The smallest entry that is not less than ``entry``."""
+        at = bisect_left(self._tops, entry)
+        if at == len(self._tops):
+            return None
+        entries = self._lists[at]
+        return entries[bisect_left(entries, entry)]
+
+    def last(self) -> T | None:
+        return self._tops[-1] if self._tops else None
+
+    def from_entry(self, entry: T) -> Iterator[T]:
+        """The entries from ``entry`` on, ascending. The set must not change meanwhile."""
+        at = bisect_left(self._tops, entry)
+        if at < len(self._tops):
+            entries = self._lists[at]
+            yield from entries[bisect_left(entries, entry) :]
+            for entries in self._lists[at + 1 :]:
+                yield from entries
+
+    def __getitem__(self, place: int) -> T:
+        assert place == 0
+        return self._lists[0][0]
+
+    def __iter__(self) -> Iterator[T]:
+        for entries in self._lists:
+            yield from entries
+
+    def __bool__(self) -> bool:
+        return bool(self._tops)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lists))
 
 
 class Segment:
@@ -53,26 +150,36 @@ class Block:
     """A piece of a segment.
 
     ``home`` is the free list it returns to, and so gives its pool and the stream that owns it.
-    ``requested`` is what the caller asked for, while the block is live or pending.
+    ``requested`` is what the caller asked for, and ``claim`` what it must show to free the block,
+    while it is live or pending.
     """
 
-    __slots__ = ("address", "home", "next", "prev", "requested", "segment", "size", "state")
+    __slots__ = (
+        "address",
+        "claim",
+        "home",
+        "next",
+        "prev",
+        "requested",
+        "segment",
+        "size",
+        "state",
+    )
 
     def __init__(
         self,
         address: int,
         size: int,
-        requested: int,
-        state: int,
         home: FreeList,
         segment: Segment,
-        prev: Block | None,
-        next: Block | None,
+        prev: Block | None = None,
+        next: Block | None = None,
     ) -> None:
         self.address = address
         self.size = size
-        self.requested = requested
-        self.state = state
+        self.requested = 0
+        self.claim = 0
+        self.state = FREE
         self.home = home
         self.segment = segment
         self.prev = prev
@@ -80,63 +187,94 @@ class Block:
 
 
 class FreeList:
-    """The free blocks of one pool that one stream owns, ordered by (size, address)."""
+    """The free blocks of one pool that one stream owns, ordered by (size, address).
 
-    __slots__ = ("by_size", "pool", "sizes", "stream")
+    ``by_size`` has the addresses for each size: a sorted list, or a `SortedSet` where there are
+    many. ``blocks`` counts the blocks, in whatever state, whose home this is. There are never more
+    than ``2 * blocks + 16`` sizes. Without blocks the list leaves its pool.
+    """
+
+    __slots__ = ("blocks", "by_size", "pool", "sizes", "stream")
 
     def __init__(self, pool: Pool, stream: int) -> None:
         self.pool = pool
         self.stream = stream
-        self.sizes: list[int] = []
-        self.by_size: dict[int, list[int]] = {}
+        self.blocks = 0
+        self.sizes: SortedSet[int] = SortedSet()
+        self.by_size: dict[int, list[int] | SortedSet[int]] = {}
 
     def add(self, size: int, address: int) -> None:
         addresses = self.by_size.get(size)
         if addresses is None:
             self.by_size[size] = [address]
-            insort(self.sizes, size)
-        elif addresses:
+            self.sizes.add(size)
+            if len(self.by_size) > 2 * self.blocks + SPARE_SIZES:
+                self.sweep()
+        elif type(addresses) is not list:
+            addresses.add(address)  # type: ignore[union-attr]
+        elif not addresses:
+            addresses.append(address)
+        elif len(addresses) < _FEW:
             insort(addresses, address)
         else:
-            addresses.append(address)
+            self.by_size[size] = SortedSet((*addresses, address))
 
     def remove(self, size: int, address: int) -> None:
         addresses = self.by_size[size]
-        if len(addresses) == 1:
-            addresses.clear()
-        else:
+        if type(addresses) is list:
             del addresses[bisect_left(addresses, address)]
+        else:
+            addresses.remove(address)
 
     def find(self, size: int) -> tuple[int, int] | None:
         """(size, address) of the smallest free block of at least ``size`` bytes.
 
-        Of several of that size, the one at the lowest address.
+        Of several of that size, the one at the lowest address. If the search meets many sizes
+        without blocks, they are forgotten.
         """
-        sizes = self.sizes
-        by_size = self.by_size
-        at = start = bisect_left(sizes, size)
-        while at < len(sizes):
-            addresses = by_size[sizes[at]]
+        by_size, first_from = self.by_size, self.sizes.first_from
+        found = first_from(size)
+        vacant: list[int] | None = None
+        while found is not None:
+            addresses = by_size[found]
             if addresses:
-                found = sizes[at], addresses[0]
-                if at - start > _MAX_IDLE_SIZES:
-                    self.sweep()
-                return found
-            at += 1
-        if at - start > _MAX_IDLE_SIZES:
-            self.sweep()
-        return None
+                break
+            vacant = [found] if vacant is None else [*vacant, found]
+            if len(vacant) > _MAX_VACANT:
+                self._forget(vacant)
+                vacant = None
+            found = first_from(found + 1)
+        return None if found is None else (found, by_size[found][0])
+
+    def _forget(self, sizes: list[int]) -> None:
+        for size in sizes:
+            self.sizes.remove(size)
+            del self.by_size[size]
 
     def sweep(self) -> None:
         """Forget the sizes that no free block has."""
         self.by_size = {size: found for size, found in self.by_size.items() if found}
-        self.sizes = sorted(self.by_size)
+        self.sizes = SortedSet(self.by_size)
+
+    def gained_block(self) -> None:
+        """Count a block more whose home this is."""
+        self.blocks += 1
+        if self.blocks == 1:
+            self.pool.lists[self.stream] = self
+
+    def lost_block(self) -> None:
+        """Count a block fewer whose home this is."""
+        self.blocks -= 1
+        if len(self.by_size) > 2 * self.blocks + SPARE_SIZES:
+            self.sweep()
+        if self.blocks == 0:
+            del self.pool.lists[self.stream]
 
     def from_size(self, size: int) -> Iterator[tuple[int, int]]:
         """(size, address) of the blocks of at least ``size`` bytes, ascending."""
-        for at in range(bisect_left(self.sizes, size), len(self.sizes)):
-            for address in self.by_size[self.sizes[at]]:
-                yield self.sizes[at], address
+        for found in self.sizes.from_entry(size):
+            for address in self.by_size[found]:
+                yield found, address
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return self.from_size(0)
@@ -150,9 +288,10 @@ class Pool:
 
     ``owner`` is the identifier in snapshots: (0, 0), or that of a private pool. ``lookups`` counts
     searches; the age of a free block is measured in searches. ``segments`` counts segments.
+    ``touched`` has the segments that have become idle, or no longer are, since `idle` was asked.
     """
 
-    __slots__ = ("index", "lists", "lookups", "owner", "segments")
+    __slots__ = ("_idle", "_places", "index", "lists", "lookups", "owner", "segments", "touched")
 
     def __init__(self, index: int, owner: tuple[int, int]) -> None:
         self.index = index
@@ -160,12 +299,49 @@ class Pool:
         self.lists: dict[int, FreeList] = {}
         self.lookups = 0
         self.segments = 0
+        self.touched: set[Segment] = set()
+        self._idle: SortedSet[tuple[int, ...]] = SortedSet()
+        self._places: dict[int, tuple[tuple[int, ...], Segment]] = {}
 
     def list_of(self, stream: int) -> FreeList:
+        """The list of a stream. A new one is in `lists` once it has blocks."""
         found = self.lists.get(stream)
-        if found is None:
-            found = self.lists[stream] = FreeList(self, stream)
-        return found
+        return FreeList(self, stream) if found is None else found
+
+    # Idle segments --------------------------------------------------------------------------------
+
+    def idle(self) -> SortedSet[tuple[int, ...]]:
+        """(size, stream, address) of the idle segments; `idle_at` gives the segment."""
+        while self.touched:
+            segment = self.touched.pop()
+            self._forget_idle(segment)
+            if segment.idle:
+                place = (segment.size, segment.first.home.stream, segment.address)
+                self._places[segment.address] = (place, segment)
+                self._idle.add(place)
+        return self._idle
+
+    def idle_at(self, address: int) -> Segment:
+        return self._places[address][1]
+
+    def released(self, segment: Segment) -> None:
+        """Forget a segment that has gone back to the source."""
+        self.segments -= 1
+        self.touched.discard(segment)
+        self._forget_idle(segment)
+
+    def _forget_idle(self, segment: Segment) -> None:
+        known = self._places.pop(segment.address, None)
+        if known is not None:
+            self._idle.remove(known[0])
+
+    def clear(self) -> None:
+        """Forget everything, to be filled anew."""
+        self.lists = {}
+        self.segments = 0
+        self.touched = set()
+        self._idle = SortedSet()
+        self._places = {}
 
 
 class PoolSet:
@@ -185,3 +361,29 @@ class PoolSet:
     @property
     def segments(self) -> int:
         return self.pools[0].segments + self.pools[1].segments
+
+
+class Stamps(dict[int, int]):
+    """The time stamps of free blocks by address, and the order in which they become safe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Also of blocks that have another stamp by now, or none.
+        self._queue: list[tuple[int, int]] = []
+
+    def __setitem__(self, address: int, stamp: int) -> None:
+        super().__setitem__(address, stamp)
+        heappush(self._queue, (stamp, address))
+        if len(self._queue) > 2 * len(self) + 64:
+            self._queue = [(stamp, address) for address, stamp in self.items()]
+            heapify(self._queue)
+
+    def take_before(self, frontier: int) -> list[int]:
+        """Take off the stamps that are less than ``frontier``; returns the addresses."""
+        taken = []
+        while self._queue and self._queue[0][0] < frontier:
+            stamp, address = heappop(self._queue)
+            if self.get(address) == stamp:
+                del self[address]
+                taken.append(address)
+        return taken

@@ -9,6 +9,7 @@ in the middle of any change: after some seconds the fork goes on, and the child 
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import time
@@ -16,23 +17,23 @@ import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from devalloc.cache.core import Core
+    from devalloc.cache.cache import Cache
 
 _SLICE_S = 0.05
 _PATIENCE_S = 5.0
 
 # References to the caches, so that copying the set is one operation that no thread interrupts.
-_CACHES: set[weakref.ref[Core]] = set()
+_CACHES: set[weakref.ref[Cache]] = set()
 # The caches whose locks each thread that is about to fork holds.
-_HELD: dict[int, list[Core]] = {}
+_HELD: dict[int, list[Cache]] = {}
 
 
-def watch(cache: Core) -> None:
+def watch(cache: Cache) -> None:
     """Hold the lock of ``cache`` during forks, as long as the cache lives."""
     _CACHES.add(weakref.ref(cache, _CACHES.discard))
 
 
-def _living() -> list[Core]:
+def _living() -> list[Cache]:
     # (Not `tuple`: a garbage collection may come in between and take a cache out of the set.)
     return [cache for ref in _CACHES.copy() if (cache := ref()) is not None]
 
@@ -45,17 +46,28 @@ def _before() -> None:
     while True:
         late = time.monotonic() > deadline
         for cache in caches:
-            if cache.hold(0 if late else _SLICE_S):
-                held.append(cache)
+            _hold(cache, 0 if late else _SLICE_S, held)
         if late or len(held) == len(caches):
             break
         while held:
-            held.pop().let_go()
+            held.pop().lock.release()
+
+
+def _hold(cache: Cache, seconds: float, held: list[Cache]) -> None:
+    """Enter a cache in ``held`` if its lock can be had within ``seconds``."""
+    acquire = operator.methodcaller("acquire", True, seconds)
+    got: list[bool] = []
+    try:
+        # The list gets the answer in the C code that takes the lock: Ctrl-C cannot come in between.
+        got.extend(map(acquire, (cache.lock,)))
+    finally:
+        if got == [True]:
+            held.append(cache)
 
 
 def _after_in_parent() -> None:
     for cache in _HELD.pop(threading.get_ident(), ()):
-        cache.let_go()
+        cache.lock.release()
 
 
 def _after_in_child() -> None:
@@ -64,7 +76,7 @@ def _after_in_child() -> None:
     for cache in _living():
         cache.begin_in_child(cache in held)
     for cache in held:
-        cache.let_go()
+        cache.lock.release()
 
 
 if hasattr(os, "register_at_fork"):

@@ -17,7 +17,7 @@ from devalloc.cache.policy import (
     round_up,
 )
 from devalloc.errors import InvalidArgument
-from devalloc.sizes import require_count
+from devalloc.sizes import require_count, size_option
 
 if TYPE_CHECKING:
     from devalloc.cache.store import Request, Store
@@ -52,9 +52,9 @@ class FrugalPolicy(Policy):
 
     Parameters
     ----------
-    allowance : int
+    allowance : int or str
         Bytes that may be reserved without giving anything back: the first record.
-    medium_segment : int
+    medium_segment : int or str
         Bytes of the segments from which blocks of over 1 MiB and below half of this are cut; a
         multiple of 2 MiB. With 2 MiB no two such blocks share a new segment; a large value saves
         calls of the source.
@@ -93,9 +93,9 @@ class FrugalPolicy(Policy):
     )
 
     def __post_init__(self) -> None:
-        require_count("allowance", self.allowance, 0)
+        self.allowance = size_option("allowance", self.allowance, 0)
         require_count("patience", self.patience, 1)
-        require_count("medium_segment", self.medium_segment, SMALL_SEGMENT)
+        self.medium_segment = size_option("medium_segment", self.medium_segment, SMALL_SEGMENT)
         if self.medium_segment % ROUND_LARGE:
             raise InvalidArgument(
                 f"medium_segment must be a multiple of {ROUND_LARGE} B, not {self.medium_segment}"
@@ -108,6 +108,10 @@ class FrugalPolicy(Policy):
 
     def round(self, nbytes: int) -> int:
         return max(MIN_BLOCK, round_up(nbytes, MIN_BLOCK))
+
+    @property
+    def unit(self) -> int:
+        return MIN_BLOCK
 
     def pool_of(self, size: int) -> int:
         return 0 if size <= SMALL_MAX else 1
@@ -160,15 +164,28 @@ class FrugalPolicy(Policy):
     def _give_back(self, store: Store, excess: int) -> None:
         """Release the smallest idle segment of at least ``excess`` bytes. If there is none, release
         the largest one and go on with the rest of the excess, as long as segments are idle."""
-        if excess <= 0:
-            return
-        idle: list[Segment] = []
-        for index in (0, 1):
-            idle += store.idle_segments(store.default, index)
-        idle.sort(key=lambda segment: segment.size)
-        while excess > 0 and idle:
-            enough = (at for at, segment in enumerate(idle) if segment.size >= excess)
-            segment = idle.pop(next(enough, -1))
+        while excess > 0:
+            segment = self._smallest(store, excess) or self._largest(store)
+            if segment is None:
+                break
             owner = segment.first.home
             excess -= store.release(segment)
             self._given_back.append(_GivenBack(segment.size, owner.pool.index, owner.stream))
+
+    @staticmethod
+    def _smallest(store: Store, nbytes: int) -> Segment | None:
+        found = [(pool.idle().first_from((nbytes,)), pool) for pool in store.default.pools]
+        fits = [(place[0], pool.index, place[-1]) for place, pool in found if place is not None]
+        if not fits:
+            return None
+        _, index, address = min(fits)
+        return store.default.pools[index].idle_at(address)
+
+    @staticmethod
+    def _largest(store: Store) -> Segment | None:
+        found = [(pool.idle().last(), pool) for pool in store.default.pools]
+        idle = [(place[0], pool.index, place[-1]) for place, pool in found if place is not None]
+        if not idle:
+            return None
+        _, index, address = max(idle)
+        return store.default.pools[index].idle_at(address)

@@ -13,13 +13,15 @@ may still refer to it. If both happen outside, the graph is not concerned.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from devalloc.cache.blocks import PoolSet
-from devalloc.cache.core import Core, Route
-from devalloc.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from devalloc.cache.cache import Cache
 
 
 class PrivatePool:
@@ -29,9 +31,12 @@ class PrivatePool:
     `release` when the graph is destroyed. After the last release idle memory goes back to the
     source at once, and every other segment when the last allocation in it is freed. As a context
     manager the pool releases the use it was made with.
+
+    A pool that is dropped without its last release cannot be released any more: it gives a
+    ResourceWarning, and the memory goes back as after the last release.
     """
 
-    def __init__(self, cache: Graphs, pools: PoolSet) -> None:
+    def __init__(self, cache: Cache, pools: PoolSet) -> None:
         self.cache = cache
         self.pools = pools
 
@@ -63,75 +68,45 @@ class PrivatePool:
     ) -> None:
         self.release()
 
-
-class Graphs(Core):
-    """The engine's part for graphs: their pools, and which allocations go to them."""
-
-    def private_pool(self) -> PrivatePool:
-        """A new pool for one graph, or for several that share memory."""
-        with self._entered() as store:
-            owner = (0, self._next_pool)
-            self._next_pool += 1
-            pools = store.privates[owner] = PoolSet(owner)
-            return PrivatePool(self, pools)
-
-    @contextmanager
-    def route(
-        self,
-        pool: PrivatePool,
-        accepts: Callable[[int], bool] | None = None,
-        *,
-        capture: bool = False,
-    ) -> Iterator[None]:
-        """Within the block, allocations go to ``pool``.
-
-        Parameters
-        ----------
-        accepts : callable, optional
-            Called with the stream of each allocation, on the allocating thread; returns whether
-            the allocation goes to the pool. Default: all allocations of this thread do.
-        capture : bool
-            Whether a stream is being captured meanwhile. Then no event is queried or recorded,
-            nothing is waited for, and nothing goes back to the source until the last capture has
-            ended.
-
-        Raises
-        ------
-        InvalidArgument
-            For a pool of another cache, or one that has been released.
-        """
-        if not isinstance(pool, PrivatePool) or pool.cache is not self:
-            raise InvalidArgument(
-                f"a pool is one that this cache's private_pool (or its arena's graph_pool) made, "
-                f"not {pool!r}"
+    def __del__(self) -> None:
+        pools = getattr(self, "pools", None)
+        if pools is not None and pools.uses > 0:
+            warnings.warn(
+                f"a private pool was dropped with {pools.uses} uses left; release it once for "
+                "each graph that used it",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
             )
-        if accepts is None:
-            thread = threading.get_ident()
+            self.cache.abandon(pools)
 
-            def accepts(stream: int) -> bool:
-                return threading.get_ident() == thread
 
-        pool.retain()
-        route = Route(pool.pools, accepts, capture)
-        with self._entered() as store:
-            self._routes.insert(0, route)
-            store.captures += capture
-        try:
-            yield
-        finally:
-            try:
-                with self._entered() as store:
-                    self._routes.remove(route)
-                    store.captures -= capture
-                    store.end_capture()
-            finally:
-                pool.release()
+class Route:
+    """Sends allocations to a private pool: those of one thread, or those that a filter accepts.
 
-    def change_uses(self, pools: PoolSet, change: int) -> None:
-        """Count one graph more or fewer; when none is left, idle memory goes to the source."""
-        with self._entered() as store:
-            if pools.uses + change < 0 or store.privates.get(pools.owner) is not pools:
-                raise InvalidArgument(f"the private pool {pools.owner} has been released before")
-            pools.uses += change
-            if pools.uses == 0:
-                store.release_unused(pools)
+    It is in use, and counts as a use of the pool, from ``begun`` to ``ended``. Then it accepts
+    nothing, and the next call of the cache removes it.
+    """
+
+    __slots__ = ("_filter", "_thread", "begun", "capture", "ended", "pool")
+
+    def __init__(
+        self, pool: PrivatePool, accepts: Callable[[int], bool] | None, capture: bool
+    ) -> None:
+        self.pool = pool
+        self.capture = capture
+        self.begun = False
+        self.ended = False
+        self._filter = accepts
+        self._thread = threading.get_ident()
+
+    def accepts(self, stream: int) -> bool:
+        """Whether an allocation of this thread on ``stream`` goes to the pool.
+
+        Runs the user's filter, so it must not be called under the lock.
+        """
+        if self.ended:
+            return False
+        if self._filter is not None:
+            return bool(self._filter(stream))
+        return threading.get_ident() == self._thread

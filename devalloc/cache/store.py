@@ -1,4 +1,4 @@
-"""The state of an engine and the steps a policy is made of. Knows no lock, stream or thread.
+"""The state of a cache and the steps that policies are made of. Knows no lock and no thread.
 
 Invariants
 ----------
@@ -6,8 +6,10 @@ C1  The blocks of a segment tile it; no two free neighbours could be merged (sam
     stamp); every free block is in exactly one free list, that of its home.
 C3  ``reserved`` is the sum of the segments.
 
-Every step preserves both even when it raises: the source is called first, and its result is entered
-afterwards.
+Every step preserves both even when it raises one of our errors: the source is called first, and its
+result is entered afterwards. For exceptions that come in between (Ctrl-C) see docs/host-cache.md:
+whatever a step has done to segments, chains and states is done by stores without a call between
+them, and everything else can be computed from these.
 """
 
 from __future__ import annotations
@@ -17,14 +19,28 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from devalloc.cache import ledger as rows
-from devalloc.cache.blocks import FREE, LIVE, Block, FreeList, Pool, PoolSet, Segment
-from devalloc.cache.each import for_each
-from devalloc.cache.outside import Outside
+from devalloc.cache import statistics as rows
+from devalloc.cache.blocks import (
+    FREE,
+    LIVE,
+    SPARE_SIZES,
+    TAKEN,
+    Block,
+    FreeList,
+    Pool,
+    PoolSet,
+    Segment,
+    Stamps,
+)
+from devalloc.cache.external import External
+from devalloc.cache.history import History
+from devalloc.cache.pending import Pending
+from devalloc.cleanup import call_for_all
 from devalloc.errors import OutOfMemory
 
 if TYPE_CHECKING:
     from devalloc.cache.policy import Policy
+    from devalloc.cache.streams import Streams
     from devalloc.sources import Source
 
 
@@ -63,48 +79,51 @@ class Request:
 class Store:
     """Segments, blocks and free lists, over one source and under one policy."""
 
-    def __init__(self, source: Source, policy: Policy, limit: int | None) -> None:
+    def __init__(
+        self, source: Source, policy: Policy, limit: int | None, streams: Streams, shared: bool
+    ) -> None:
         self.source = source
         self.policy = policy
         self.limit = limit
+        self.streams = streams
+        self.shared = shared
+        """Whether free blocks of one segment may belong to several streams."""
         self.reserved = 0
         self.asking = 0
         """Bytes that the source is being asked for: announced before the limit is looked at."""
-        self.outside = Outside(self)
         self.blocks: dict[int, Block] = {}
         self.segments: dict[int, Segment] = {}
         self.default = PoolSet((0, 0))
         self.privates: dict[tuple[int, int], PoolSet] = {}
-        self.ledger = rows.Ledger(getattr(policy, "max_split_size", None))
+        self.stamps = Stamps()
+        self.statistics = rows.Statistics(getattr(policy, "max_split_size", None))
         self.counts: Counter[str] = Counter()
-        self.stamps: dict[int, int] = {}
+        self.history = History()
+        self.pending = Pending(self)
+        self.external = External(self)
+        self.captures = 0
+        self.closed = False
         self.failure: OutOfMemory | None = None
-        capabilities = getattr(source, "capabilities", None)
-        self.shared = False
         self._best_fit = policy.best_fit
-        self.stream_ordered = bool(getattr(capabilities, "stream_ordered", False))
+        capabilities = getattr(source, "capabilities", None)
+        self._stream_ordered = bool(getattr(capabilities, "stream_ordered", False))
 
-    # What the engine adds: streams, history -------------------------------------------------------
-
-    def around_source(self) -> AbstractContextManager[None]:
-        """A context that is entered around every call of the source."""
-        return nullcontext()
+    # Streams --------------------------------------------------------------------------------------
 
     def may_release(self) -> bool:
         """Whether memory may go back to the source now: never during a capture."""
-        return True
+        return not self.captures
 
     def order(self, stream: int, behind: int) -> None:
         """Order what is queued on ``stream`` from now on behind all that is on ``behind``."""
+        self.streams.wait(stream, self.streams.record(behind))
 
     def wait_for_events(self) -> None:
         """Wait for the streams that still use freed blocks, so that these become free."""
+        self.pending.wait()
 
-    def segment_changed(self, segment: Segment, action: str) -> None:
-        """Called after ``segment_alloc`` and ``segment_free``."""
-
-    def before_release(self, segment: Segment) -> None:
-        """Called before a segment goes back: order its stream behind all others that used it."""
+    def _around_source(self) -> AbstractContextManager[None]:
+        return self.streams.relaxed_capture() if self.captures else nullcontext()
 
     # Finding --------------------------------------------------------------------------------------
 
@@ -125,30 +144,35 @@ class Store:
         return self.find(request.home, request.size, request.nbytes, request.freed_before)
 
     def carve(self, block: Block, home: FreeList, size: int, nbytes: int) -> Block:
-        """Hand out a free block, or the part that the policy cuts off, to the stream of ``home``.
+        """Take a free block, or the part that the policy cuts off, for the stream of ``home``.
 
-        ``nbytes`` is what the caller asked for.
+        ``nbytes`` is what the caller asked for. The block is in state TAKEN until `Cache.malloc`
+        ends.
         """
         owner, whole = block.home, block.size
         index = owner.pool.index
         owner.remove(whole, block.address)
         divided = block.next is not None or block.prev is not None
-        log = self.ledger.rows
-        if divided:
-            log.extend((whole | rows.SPLIT_OUT | index, 0))
+        log = self.statistics.rows
+        if not divided:
+            owner.pool.touched.add(block.segment)
         if whole != size and self.policy.splits(index, whole, size):
             rest = whole - size
+            if divided:
+                log.extend((whole | rows.SPLIT_OUT | index, 0))
             block = self._cut(block, rest if self.policy.takes_tail else size)
             log.extend((rest | rows.SPLIT_IN | index, 0, size | rows.MALLOC | index, nbytes))
         else:
-            log.extend((whole | rows.MALLOC | index, nbytes))
+            code = rows.MALLOC_PART if divided else rows.MALLOC
+            log.extend((whole | code | index, nbytes))
+        block.requested = nbytes
+        block.state = TAKEN
         if self.stamps:
             self.stamps.pop(block.address, None)
-        block.home = home
-        block.state = LIVE
-        block.requested = nbytes
+        if home is not block.home:
+            self._change_home(block, home)
         if len(log) > rows.FULL:
-            self.ledger.fold()
+            self.statistics.fold()
         return block
 
     def find_elsewhere(self, request: Request) -> Block | None:
@@ -157,7 +181,7 @@ class Store:
         Work that is queued on the request's stream from now on is ordered behind theirs. Only for
         stores that are `shared`.
         """
-        pool = request.home.pool
+        pool = request.pools.pools[request.index]
         best: tuple[int, int] | None = None
         owner: FreeList | None = None
         for other in pool.lists.values():
@@ -167,23 +191,23 @@ class Store:
         if best is not None and owner is not None:
             self.order(request.stream, owner.stream)
             return self.carve(self.blocks[best[1]], request.home, request.size, request.nbytes)
-        if self.adopt(pool, request.home):
+        if self._adopt(pool, request.stream):
             return self.find_for(request)
         return None
 
-    def adopt(self, pool: Pool, home: FreeList) -> bool:
-        """Move the free blocks of all other streams to ``home`` and merge them.
+    def _adopt(self, pool: Pool, stream: int) -> bool:
+        """Give the free blocks of all other streams to ``stream`` and merge them.
 
-        The stream of ``home`` is ordered behind the others. Returns whether there were any blocks.
+        It is ordered behind the others. Returns whether there were any blocks.
         """
         moved = False
-        for other in [at for at in pool.lists.values() if at is not home]:
+        for other in [at for at in pool.lists.values() if at.stream != stream]:
             addresses = [address for _, address in other]
             if addresses:
-                self.order(home.stream, other.stream)
+                self.order(stream, other.stream)
                 moved = True
             for address in addresses:
-                self._move(self.blocks[address], home)
+                self._move(self.blocks[address], stream)
             for address in addresses:
                 if address in self.blocks:
                     # A merged block keeps the later stamp.
@@ -204,15 +228,40 @@ class Store:
         for stream in sorted(others):
             self.order(home.stream, stream)
         for block in segment.blocks():
-            self._move(block, home)
+            self._move(block, home.stream)
         self.settle(segment.first, ignore_stamps=True)
         return True
 
-    def _move(self, block: Block, home: FreeList) -> None:
-        """Give a free block to another stream."""
+    def give_away(self, stream: int) -> None:
+        """Give everything that ``stream`` owns to the default stream, and merge what is free."""
+        moved = []
+        for segment in self.segments.values():
+            if segment.stream == stream:
+                segment.stream = 0
+            for block in segment.blocks():
+                if block.home.stream != stream:
+                    continue
+                if block.state == FREE:
+                    self._move(block, 0)
+                    moved.append(block.address)
+                else:
+                    self._change_home(block, block.home.pool.list_of(0))
+        for address in moved:
+            if address in self.blocks:
+                self.settle(self.blocks[address], ignore_stamps=False)
+
+    def _move(self, block: Block, stream: int) -> None:
+        """Give a free block to a stream."""
         block.home.remove(block.size, block.address)
-        block.home = home
-        home.add(block.size, block.address)
+        self._change_home(block, block.home.pool.list_of(stream))
+        block.home.add(block.size, block.address)
+        if block.prev is None and block.next is None:
+            block.home.pool.touched.add(block.segment)
+
+    def _change_home(self, block: Block, home: FreeList) -> None:
+        before, block.home = block.home, home
+        home.gained_block()
+        before.lost_block()
 
     def _cut(self, block: Block, at: int) -> Block:
         """Cut a free block, which is in no list, ``at`` bytes from its start.
@@ -221,12 +270,13 @@ class Store:
         """
         after, owner = block.next, block.home
         address = block.address + at
-        tail = Block(address, block.size - at, 0, FREE, owner, block.segment, block, after)
+        tail = Block(address, block.size - at, owner, block.segment, block, after)
         block.size = at
         block.next = tail
         if after is not None:
             after.prev = tail
         self.blocks[address] = tail
+        owner.blocks += 1
         if self.stamps and block.address in self.stamps:
             self.stamps[address] = self.stamps[block.address]
         if self.policy.takes_tail:
@@ -240,25 +290,64 @@ class Store:
     def put_back(self, block: Block, code: int = rows.FREE) -> Block:
         """Make a block free and merge it with its free neighbours; return the result.
 
-        ``code`` is the ledger's code for what happens.
+        ``code`` is the code of what happens in the statistics.
         """
-        index = block.home.pool.index
-        log = self.ledger.rows
-        log.extend((block.size | code | index, block.requested))
         block.state = FREE
+        index = block.home.pool.index
+        log = self.statistics.rows
+        log.extend((block.size | code | index, block.requested))
         before, after = block.prev, block.next
         if (before is not None and before.state == FREE) or (
             after is not None and after.state == FREE
         ):
-            block = self.merge(block)
+            block = self._merge(block)
         if block.next is not None or block.prev is not None:
             log.extend((block.size | rows.SPLIT_IN | index, 0))
+        else:
+            block.home.pool.touched.add(block.segment)
         block.home.add(block.size, block.address)
         if len(log) > rows.FULL:
-            self.ledger.fold()
+            self.statistics.fold()
         return block
 
-    def merge(self, block: Block, ignore_stamps: bool = False) -> Block:
+    def put_back_held(self, address: int) -> None:
+        """Make a block free whose free is in the statistics already, as FREE or FREE_PART."""
+        block = self.blocks[address]
+        block.state = FREE
+        block.home.add(block.size, block.address)
+        self.settle(block, ignore_stamps=False)
+
+    def complete(self, block: Block, code: int) -> None:
+        """Make a block free that nothing uses any more, except perhaps its owner's stream."""
+        policy = self.policy
+        self.history.free_completed(block)
+        if policy.stamps_frees:
+            policy.stamp(self, block)
+        block = self.put_back(block, code)
+        pools = self.privates.get(block.home.pool.owner)
+        if pools is not None and pools.uses == 0:
+            self.release_unused(pools)
+        elif pools is None and self.closed and self.may_release() and self.unite(block.segment):
+            self.release(block.segment)
+        elif policy.careful:
+            policy.freed(self, block)
+
+    def settle(self, block: Block, ignore_stamps: bool) -> Block:
+        """Take a free block out of its list, merge it, and enter the result."""
+        index = block.home.pool.index
+        log = self.statistics.rows
+        if block.next is not None or block.prev is not None:
+            log.extend((block.size | rows.SPLIT_OUT | index, 0))
+        block.home.remove(block.size, block.address)
+        block = self._merge(block, ignore_stamps)
+        if block.next is not None or block.prev is not None:
+            log.extend((block.size | rows.SPLIT_IN | index, 0))
+        else:
+            block.home.pool.touched.add(block.segment)
+        block.home.add(block.size, block.address)
+        return block
+
+    def _merge(self, block: Block, ignore_stamps: bool = False) -> Block:
         """Join a free block, which is in no list, with the free neighbours of its home."""
         home = block.home
         stamps = self.stamps
@@ -286,34 +375,24 @@ class Store:
             after = block.next
         return block
 
-    def settle(self, block: Block, ignore_stamps: bool) -> Block:
-        """Take a free block out of its list, merge it, and enter the result."""
-        index = block.home.pool.index
-        log = self.ledger.rows
-        if block.next is not None or block.prev is not None:
-            log.extend((block.size | rows.SPLIT_OUT | index, 0))
-        block.home.remove(block.size, block.address)
-        block = self.merge(block, ignore_stamps)
-        if block.next is not None or block.prev is not None:
-            log.extend((block.size | rows.SPLIT_IN | index, 0))
-        block.home.add(block.size, block.address)
-        return block
-
     def _join(self, first: Block, second: Block, listed: Block) -> Block:
         """Join two neighbours; ``listed`` is the one that was in a free list."""
-        log = self.ledger.rows
         home = listed.home
         home.remove(listed.size, listed.address)
-        log.extend((listed.size | rows.SPLIT_OUT | home.pool.index, 0))
+        self.statistics.rows.extend((listed.size | rows.SPLIT_OUT | home.pool.index, 0))
         if self.stamps:
             stamp = max(self.stamps.pop(at.address, 0) for at in (first, second))
             if stamp:
                 self.stamps[first.address] = stamp
+        after = second.next
         first.size += second.size
-        first.next = second.next
-        if second.next is not None:
-            second.next.prev = first
+        first.next = after
+        if after is not None:
+            after.prev = first
         del self.blocks[second.address]
+        home.blocks -= 1
+        if len(home.by_size) > 2 * home.blocks + SPARE_SIZES:
+            home.sweep()
         return first
 
     # Segments -------------------------------------------------------------------------------------
@@ -324,8 +403,8 @@ class Store:
 
     @property
     def taken(self) -> int:
-        """Bytes that count against the limit: own segments, those of `outside`, those asked for."""
-        return self.reserved + self.asking + self.outside.reserved
+        """Bytes that count against the limit: own segments, `external`, those asked for."""
+        return self.reserved + self.asking + self.external.reserved
 
     def grow(self, request: Request, nbytes: int) -> Block | None:
         """Ask the source for a segment and serve the request from it.
@@ -334,63 +413,81 @@ class Store:
         has the source's error, if there is one, until the request is over.
         """
         self.failure = None
-        self.asking = nbytes
         request.segment = nbytes
+        home = request.home
+        segment = Segment(0, nbytes, request.stream, home.pool)
+        block = segment.first = Block(0, nbytes, home, segment)
+        given: list[int] = []
+        self.asking = nbytes
         try:
             if self.limit is not None and self.taken > self.limit:
                 return None
-            with self.around_source():
-                address = self._ask_source(nbytes, request.stream)
-            self.reserved += nbytes
+            with self._around_source():
+                # The list gets the address in the C code that gets it from the source: an
+                # interruption cannot come in between.
+                given.extend(map(self._ask_source, (request,)))
         except OutOfMemory as error:
             self.failure = error
             return None
         finally:
+            if given:
+                segment.address = block.address = given[0]
+                self.segments[segment.address] = segment
+                self.reserved += nbytes
             self.asking = 0
-        home = request.home
-        segment = Segment(address, nbytes, request.stream, home.pool)
-        block = Block(address, nbytes, 0, FREE, home, segment, None, None)
-        segment.first = block
-        self.segments[address] = segment
-        self.blocks[address] = block
-        home.add(nbytes, address)
+        self.blocks[block.address] = block
+        home.gained_block()
         home.pool.segments += 1
+        home.add(nbytes, block.address)
         self.counts["num_device_alloc"] += 1
-        self.ledger.rows.extend((nbytes | rows.SEGMENT_IN | request.index, 0))
-        self.segment_changed(segment, "segment_alloc")
+        self.statistics.rows.extend((nbytes | rows.SEGMENT_IN | request.index, 0))
+        self.history.segment_changed(segment, "segment_alloc")
         return self.carve(block, home, request.size, request.nbytes)
 
-    def _ask_source(self, nbytes: int, stream: int) -> int:
+    def _ask_source(self, request: Request) -> int:
         source: Any = self.source
-        return source.allocate(nbytes, stream) if self.stream_ordered else source.allocate(nbytes)
+        if self._stream_ordered:
+            return source.allocate(request.segment, request.stream)
+        return source.allocate(request.segment)
 
     def release(self, segment: Segment) -> int:
         """Give an idle segment back to the source; returns its bytes."""
         block = segment.first
-        home = block.home
-        self.before_release(segment)
-        source: Any = self.source
-        with self.around_source():
-            if self.stream_ordered:
-                source.free(segment.address, segment.size, segment.stream)
-            else:
-                source.free(segment.address, segment.size)
-        home.remove(block.size, block.address)
-        home.pool.segments -= 1
+        pool = block.home.pool
+        if self._stream_ordered and self.shared:
+            others = {s for pool in self.all_pools() for s in pool.lists} - {segment.stream}
+            for stream in sorted(others):
+                self.order(segment.stream, stream)
+        taken: list[None] = []
+        try:
+            with self._around_source():
+                taken.extend(map(self._give_to_source, (segment,)))
+        finally:
+            if taken:
+                del self.segments[segment.address]
+                self.reserved -= segment.size
+        block.home.remove(block.size, block.address)
         self.stamps.pop(block.address, None)
         del self.blocks[block.address]
-        del self.segments[segment.address]
-        self.reserved -= segment.size
+        block.home.lost_block()
+        pool.released(segment)
         self.counts["num_device_free"] += 1
-        self.ledger.rows.extend((segment.size | rows.SEGMENT_OUT | home.pool.index, 0))
-        self.segment_changed(segment, "segment_free")
+        self.statistics.rows.extend((segment.size | rows.SEGMENT_OUT | pool.index, 0))
+        self.history.segment_changed(segment, "segment_free")
         return segment.size
+
+    def _give_to_source(self, segment: Segment) -> None:
+        source: Any = self.source
+        if self._stream_ordered:
+            source.free(segment.address, segment.size, segment.stream)
+        else:
+            source.free(segment.address, segment.size)
 
     def idle_segments(self, pools: PoolSet, index: int) -> list[Segment]:
         """The segments of one pool that are one free block, by (stream, size, address)."""
-        lists = pools.pools[index].lists
-        blocks = (self.blocks[at] for stream in sorted(lists) for _, at in lists[stream])
-        return [block.segment for block in blocks if block.prev is None and block.next is None]
+        pool = pools.pools[index]
+        places = sorted((stream, size, address) for size, stream, address in pool.idle())
+        return [pool.idle_at(address) for _, _, address in places]
 
     def release_idle(self, pools: PoolSet) -> None:
         """Give back every idle segment of some pools, large ones first."""
@@ -398,14 +495,21 @@ class Store:
             for segment in self.segments.values():
                 if segment.pool in pools.pools:
                     self.unite(segment)
-        for_each(self.release, [at for index in (1, 0) for at in self.idle_segments(pools, index)])
+        call_for_all(
+            self.release, [at for index in (1, 0) for at in self.idle_segments(pools, index)]
+        )
 
     def release_unused(self, pools: PoolSet) -> None:
         """Give back idle segments of private pools that no graph uses; drop the pools if empty."""
         if self.may_release():
             self.release_idle(pools)
             if pools.segments == 0:
-                del self.privates[pools.owner]
+                self.privates.pop(pools.owner, None)
+
+    def release_all_unused(self) -> None:
+        """`release_unused` for all pools that no graph uses."""
+        unused = [pools for pools in self.privates.values() if pools.uses == 0]
+        call_for_all(self.release_unused, unused)
 
     def release_cached(self) -> int:
         """Give back every idle segment of the default pools and of private pools without graphs.
@@ -418,9 +522,14 @@ class Store:
         try:
             self.release_idle(self.default)
         finally:
-            unused = [pools for pools in self.privates.values() if pools.uses == 0]
-            for_each(self.release_unused, unused)
+            if self.privates:
+                self.release_all_unused()
         return before - self.reserved
+
+    def release_everything(self) -> None:
+        """Wait for all events and give back everything idle; does nothing during a capture."""
+        steps = () if self.captures else (self.pending.record_deferred, self.pending.drain)
+        call_for_all(lambda step: step(), (*steps, self.release_cached))
 
     # Looking --------------------------------------------------------------------------------------
 
@@ -433,3 +542,25 @@ class Store:
             for home in pool.lists.values():
                 for _, address in home:
                     yield self.blocks[address]
+
+    def live(self, address: int, claim: int | None = None) -> Block | None:
+        """The block that lives at an address, under this claim if one is given."""
+        block = self.blocks.get(address)
+        if block is None or block.state != LIVE or (claim is not None and block.claim != claim):
+            return None
+        return block
+
+    def stats(self) -> dict[str, int]:
+        """The sums of the statistics and the counts of events."""
+        stats = self.statistics.stats()
+        for name in (
+            "num_alloc_retries",
+            "num_ooms",
+            "num_sync_all_streams",
+            "num_device_alloc",
+            "num_device_free",
+        ):
+            stats[name] = self.counts[name]
+        limit = getattr(self.policy, "max_split_size", None)
+        stats["max_split_size"] = -1 if limit is None else limit
+        return stats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from devalloc.cache.blocks import Block, FreeList, Segment
 from devalloc.cache.policy import (
@@ -18,7 +18,7 @@ from devalloc.cache.policy import (
     two_pool_segment,
 )
 from devalloc.errors import InvalidArgument
-from devalloc.sizes import quote, require_count, require_fraction
+from devalloc.sizes import quote, require_count, require_fraction, size_option
 
 if TYPE_CHECKING:
     from devalloc.cache.store import Request, Store
@@ -49,10 +49,12 @@ class TorchPolicy(Policy):
         Number of steps between two powers of two to which sizes are rounded up: a power of two, or
         0 or 1 for no such rounding. One value for all sizes, or one for each interval from 1 MiB
         to 64 GiB.
-    max_split_size : int, optional
+    max_split_size : int or str, optional
         Bytes, over 20 MiB. Blocks of this size and more are never split. Smaller requests never
-        take such a block; others take one that is less than 20 MiB larger than the request.
-        Default: no limit.
+        take such a block; others take one that is less than ``max_non_split_rounding`` larger than
+        the request. Default: no limit.
+    max_non_split_rounding : int or str
+        Bytes, over 20 MiB or equal to it: see ``max_split_size``.
     garbage_collection_threshold : float
         Fraction of the limit; 0 is off. If more than this is reserved when the source is about to
         be asked, idle large segments of at least average age go back first.
@@ -61,8 +63,9 @@ class TorchPolicy(Policy):
     name: ClassVar[str] = "torch"
 
     roundup_power2_divisions: int | tuple[int, ...] = 0
-    max_split_size: int | None = None
+    max_split_size: Any = None
     garbage_collection_threshold: float = 0.0
+    max_non_split_rounding: int = LARGE_SEGMENT
     _ages: dict[Segment, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -83,16 +86,22 @@ class TorchPolicy(Policy):
                 )
         self._divisions = divisions
         if self.max_split_size is not None:
-            require_count("max_split_size", self.max_split_size, LARGE_SEGMENT + 1)
+            self.max_split_size = size_option(
+                "max_split_size", self.max_split_size, LARGE_SEGMENT + 1
+            )
+        self.max_non_split_rounding = size_option(
+            "max_non_split_rounding", self.max_non_split_rounding, LARGE_SEGMENT
+        )
         require_fraction("garbage_collection_threshold", self.garbage_collection_threshold, 1.0)
 
     @classmethod
     def from_settings(cls, settings: str) -> TorchPolicy:
         """A policy from a string like that in ``PYTORCH_CUDA_ALLOC_CONF``.
 
-        Known settings are ``max_split_size_mb``, ``garbage_collection_threshold``,
-        ``roundup_power2_divisions`` (a value, or ``[256:1,512:2,>:4]`` with MiB as keys) and
-        ``backend:native``. Anything else raises InvalidArgument.
+        Known settings are ``max_split_size_mb``, ``max_non_split_rounding_mb``,
+        ``garbage_collection_threshold``, ``roundup_power2_divisions`` (a value, or
+        ``[256:1,512:2,>:4]`` with MiB as keys) and ``backend:native``. Anything else raises
+        InvalidArgument.
         """
         return cls(**_parse_settings(settings))  # type: ignore[arg-type]
 
@@ -119,6 +128,10 @@ class TorchPolicy(Policy):
             return next_division(nbytes, divisions)
         return max(MIN_BLOCK, round_up(nbytes, MIN_BLOCK))
 
+    @property
+    def unit(self) -> int:
+        return MIN_BLOCK
+
     def pool_of(self, size: int) -> int:
         return 0 if size <= SMALL_MAX else 1
 
@@ -129,7 +142,7 @@ class TorchPolicy(Policy):
         if self.max_split_size is not None:
             if size < self.max_split_size <= found[0]:
                 return None
-            if size >= self.max_split_size and found[0] >= size + LARGE_SEGMENT:
+            if size >= self.max_split_size and found[0] >= (size + self.max_non_split_rounding):
                 return None
         return found[1]
 
@@ -187,7 +200,8 @@ class TorchPolicy(Policy):
         if self.max_split_size is None:
             return False
         wanted = max(request.size, self.max_split_size)
-        blocks = [store.blocks[at] for _, at in request.home.from_size(self.max_split_size)]
+        home = request.home
+        blocks = [store.blocks[at] for _, at in home.from_size(self.max_split_size)]
         idle = [at.segment for at in blocks if at.segment.idle]
         enough = next((at for at in idle if at.size >= wanted), None)
         if enough is not None:
@@ -224,15 +238,18 @@ def _parse_settings(settings: str) -> dict[str, object]:
 def _setting(name: str, value: str) -> dict[str, object]:
     if name == "backend" and value == "native":
         return {}
-    if name == "max_split_size_mb":
-        return {"max_split_size": int(value) * MIB}
+    if name in ("max_split_size_mb", "max_non_split_rounding_mb"):
+        return {name.removesuffix("_mb"): int(value) * MIB}
+    if name == "backend" and value == "cudaMallocAsync":
+        raise InvalidArgument('that backend is a source here: Arena(source="async")')
     if name == "garbage_collection_threshold":
         return {name: float(value)}
     if name == "roundup_power2_divisions":
         return {name: _intervals(value[1:-1]) if value.startswith("[") else int(value)}
     raise InvalidArgument(
         f"unknown allocator setting {name}:{value}; known are max_split_size_mb, "
-        "garbage_collection_threshold, roundup_power2_divisions and backend:native"
+        "max_non_split_rounding_mb, garbage_collection_threshold, roundup_power2_divisions and "
+        "backend:native"
     )
 
 

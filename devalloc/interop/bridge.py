@@ -20,9 +20,15 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from devalloc.errors import DevallocError
+
+if TYPE_CHECKING:
+    from devalloc.cache.cache import FrontEntry
+
+_FRONT_BLOCKS = 8192
+_MODULES: dict[str, ModuleType] = {}
 
 
 class Functions(NamedTuple):
@@ -82,8 +88,57 @@ def connect(
     DevallocError
         If the C module cannot be compiled or loaded.
     """
-    module = _compile(f"devalloc_bridge_{purpose}")
+    module = _MODULES.get(purpose) or _compile(f"devalloc_bridge_{purpose}")
     main_thread = threading.main_thread().ident
     addresses = module.connect(main_thread, malloc, free, record_stream, reset)
+    _MODULES[purpose] = module
     atexit.register(module.disconnect)
     return Functions(*addresses)
+
+
+class Front:
+    """The front cache of one device, in the C functions of one purpose: see `cache.Front`.
+
+    Parameters
+    ----------
+    purpose : str
+        That of `connect`, which was called before.
+    device : int
+        The index by which the C functions are called; less than 64.
+    unit : int
+        Bytes: requests that are equal when rounded up to this share blocks.
+    max_bytes, max_blocks : int
+        How much is held at most. When a free exceeds it, everything is given up.
+    """
+
+    def __init__(
+        self,
+        purpose: str,
+        device: int,
+        unit: int,
+        max_bytes: int = 4 << 30,
+        max_blocks: int = _FRONT_BLOCKS,
+    ) -> None:
+        self._module = _MODULES[purpose]
+        self._device = device
+        self._module.front_open(device, unit, max_bytes, max_blocks)
+
+    def switch(self, on: bool, into: list[FrontEntry]) -> None:
+        self._module.front_switch(self._device, on, into)
+
+    def read_log(self, into: list[FrontEntry]) -> bool:
+        return self._module.front_read_log(self._device, into)
+
+    def lend(self, address: int, nbytes: int, stream: int, head: int, part: bool) -> None:
+        self._module.front_lend(self._device, address, nbytes, stream, head, part)
+
+    def forget(self, address: int) -> bool:
+        return self._module.front_exclude(self._device, address, False)
+
+    def forget_stream(self, stream: int) -> None:
+        self._module.front_exclude(self._device, stream, True)
+
+    def counts(self) -> dict[str, int]:
+        """For tests: blocks that are known, held blocks, their bytes, and their classes."""
+        names = ("known", "held", "held_bytes", "classes")
+        return dict(zip(names, self._module.front_counts(self._device), strict=True))

@@ -88,7 +88,7 @@ class ArenaMemoryResource(MemoryResource):
         try:
             self._arena.free(block)
         except BaseException:
-            if self._arena.cache.owns(block.address):
+            if self._arena.cache.owns(block.address, block.claim):
                 self._blocks.setdefault(block.address, block)
             raise
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from devalloc.sizes import require_power_of_two
 
 if TYPE_CHECKING:
-    from devalloc.arena import Arena
+    from devalloc.arena import Arena, Block
 
 
 class Holder:
@@ -41,10 +41,9 @@ class Holder:
     ) -> None:
         require_power_of_two("an alignment", alignment)
         extra = alignment if alignment > 256 and nbytes > 0 else 0
-        block = arena.alloc(nbytes + extra, stream)
         self._arena = arena
-        self._block = block
-        self._address = (block.address + alignment - 1) & -alignment
+        self._block: Block | None = arena.alloc(nbytes + extra, stream)
+        self._address = (self._block.address + alignment - 1) & -alignment
 
     def data_ptr(self) -> int:
         """The address, aligned as requested; 0 for a block of no bytes (but see `Arena.alloc`)."""
@@ -54,4 +53,5 @@ class Holder:
         # If there is no block, the constructor has failed.
         block = getattr(self, "_block", None)
         if block is not None:
-            self._arena.cache.free_in_finalizer(block.address)
+            block.freed = True
+            self._arena.cache.free_in_finalizer(block.address, block.claim)

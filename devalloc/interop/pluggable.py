@@ -1,9 +1,10 @@
 """An arena as PyTorch's CUDA allocator for the whole process: what `devalloc.Arena.install` does.
 
-PyTorch then calls back for every tensor and does not cache: the engine does. It holds no lock of
-its own while it calls, so a callback may wait for the engine's lock, and the engine notes a free
-that interrupts it. The allocator cannot be changed back, and the callbacks live as long as the
-process.
+PyTorch then calls for every tensor and does not cache: the arena does. Blocks that PyTorch freed
+are kept in C and handed out again without Python (`bridge.Front`); other calls enter Python.
+PyTorch holds no lock of its own while it calls, so a callback may wait for the cache's lock, and
+the cache notes a free that interrupts it. The allocator cannot be changed back, and the callbacks
+live as long as the process.
 
 PyTorch does not check whether such an allocator failed, and no exception can pass through it. A
 tensor that got no memory has the address 0. Some operations notice that and raise RuntimeError;
@@ -64,7 +65,7 @@ def _cache_of(device: int) -> Cache:
 def _allocate(nbytes: int, device: int, stream: int) -> int:
     """For PyTorch: an address, or 0. Never raises."""
     try:
-        return _cache_of(device).malloc(nbytes, stream)
+        return _cache_of(device).lend(nbytes, stream)
     except BaseException as error:
         _warn(error)
         return 0
@@ -74,7 +75,7 @@ def _free(address: int, nbytes: int, device: int, stream: int) -> None:
     """For PyTorch: give memory back. Never raises."""
     try:
         if address != 0:
-            _cache_of(device).free(address)
+            _cache_of(device).take_back(address, nbytes)
     except BaseException as error:
         _warn(error)
 
@@ -149,11 +150,15 @@ def require_unserved(place: torch.device) -> None:
         raise InvalidArgument(f"an arena is installed for {place} already")
 
 
-def serve(cache: Cache, owner: object) -> None:
+def serve(cache: Cache, owner: object, front_bytes: int = 4 << 30) -> None:
     """Serve PyTorch's requests on the cache's device from the cache until the process ends.
 
-    ``owner`` is kept alive as long.
+    ``owner`` is kept alive as long. ``front_bytes``: how much the front may hold; 0 for no front.
     """
     require_unserved(cache.source.device)
+    index = cache.source.device.index
+    if front_bytes and not cache.policy.careful:
+        functions()  # or the front has nothing to be a part of
+        cache.attach_front(bridge.Front("install", index, cache.policy.unit, front_bytes))
     _INSTALLED.owners.append(owner)
-    _INSTALLED.caches[cache.source.device.index] = cache
+    _INSTALLED.caches[index] = cache

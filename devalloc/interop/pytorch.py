@@ -2,8 +2,8 @@
 
 PyTorch's caching allocator keeps its blocks and asks two callbacks for segments only. It calls them
 while it holds its own lock, and they need the GIL, so they must not wait for a thread that may want
-either. They use `devalloc.cache.outside.Outside`, which takes no lock, and nothing else of the
-engine.
+either. They use `devalloc.cache.external.External`, which takes no lock, and nothing else of the
+cache.
 
 One pair of callbacks serves the whole process and is never given up: a segment may come back long
 after its pool and its arena are gone. The address tells which arena gave it.
@@ -29,7 +29,7 @@ from devalloc.sources import AsyncSource, CudaSource, cudart
 
 if TYPE_CHECKING:
     from devalloc.cache import Cache
-    from devalloc.cache.outside import Outside
+    from devalloc.cache.external import External
 
 # Long enough for a callback of another thread to end; nobody waits for another use() to end.
 _CLAIM_WAIT_S = 0.1
@@ -41,9 +41,9 @@ class _Process:
     def __init__(self) -> None:
         self.claim = threading.Lock()
         self.owner: int | None = None
-        self.active: Outside | None = None
+        self.active: External | None = None
         self.failure: BaseException | None = None
-        self.givers: dict[int, Outside] = {}
+        self.givers: dict[int, External] = {}
         self.forsaken: list[Any] = []
 
 
@@ -53,11 +53,11 @@ _PROCESS = _Process()
 def _allocate(nbytes: int, device: int, stream: int) -> int:
     """For PyTorch: a segment from the active arena, or 0. Never raises."""
     try:
-        outside = _PROCESS.active
-        if outside is None:
+        external = _PROCESS.active
+        if external is None:
             return 0
-        address = outside.allocate(nbytes)
-        _PROCESS.givers[address] = outside
+        address = external.allocate(nbytes)
+        _PROCESS.givers[address] = external
         return address
     except BaseException as error:
         # Ctrl-C too: an exception cannot pass through C++. `Pool.use` shows it as the cause.
@@ -120,9 +120,9 @@ def claimed(wait_s: float = 0.0) -> Iterator[bool]:
 
 
 @contextmanager
-def active(outside: Outside) -> Iterator[None]:
-    """Within it, PyTorch gets its segments from ``outside``. The caller has the claim."""
-    _PROCESS.active, _PROCESS.failure = outside, None
+def active(external: External) -> Iterator[None]:
+    """Within it, PyTorch gets its segments from ``external``. The caller has the claim."""
+    _PROCESS.active, _PROCESS.failure = external, None
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -171,7 +171,7 @@ class Pool:
             self._inside = True
             try:
                 with (
-                    active(self._cache.outside),
+                    active(self._cache.external),
                     torch.autograd.set_multithreading_enabled(False),
                     torch.cuda.use_mem_pool(self._pool, device=device),
                 ):
@@ -202,9 +202,9 @@ class Pool:
         PyTorch's own idle segments may go too. Does nothing while a thread is inside `use` or the
         current stream is being captured.
         """
-        before = self._cache.outside.held
+        before = self._cache.external.held
         if before and _PROCESS.owner is None and not self._cache.streams.capturing():
             self.drop()
-            if self._cache.outside.held:
+            if self._cache.external.held:
                 torch.cuda.empty_cache()
-        return before - self._cache.outside.held
+        return before - self._cache.external.held

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from devalloc import OutOfMemory
+from devalloc import InvalidArgument, OutOfMemory
 from devalloc.cache import AutoGrowthPolicy, BfcPolicy, Cache, PrivatePool, make_policy
 from tests.arena.support import KIB, MIB, FakeEvent, FakeStreams, NumberSource
 
@@ -63,7 +63,7 @@ class Life:
         self.routes: list[AbstractContextManager[None]] = []
 
     def turn(self) -> None:
-        steps: dict[Callable[[], object], int] = {
+        steps: dict[Callable[[], object], float] = {
             self.malloc: 16,
             self.free: 10,
             self.record: 4,
@@ -71,7 +71,7 @@ class Life:
             self.end_pool: 2,
             self.begin_route: 2,
             self.end_route: 2,
-            self.cache.close: 1,
+            self.cache.close: 0.3,
             self.cache.empty_cache: 1,
             lambda: self.streams.advance(self.random.randrange(3)): 1,
         }
@@ -81,9 +81,12 @@ class Life:
         self.cache.audit()
 
     def malloc(self) -> None:
-        self.live.append(
-            self.cache.malloc(self.random.choice(SIZES), stream=self.random.randrange(3))
-        )
+        size, stream = self.random.choice(SIZES), self.random.randrange(3)
+        if self.cache.closed:
+            with pytest.raises(InvalidArgument, match="closed"):
+                self.cache.malloc(size, stream)
+        else:
+            self.live.append(self.cache.malloc(size, stream))
 
     def free(self) -> None:
         if self.live:

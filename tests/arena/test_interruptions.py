@@ -37,7 +37,7 @@ class Unrecordable(HostStreams):
 
 def with_streams(arena: Arena) -> Unrecordable:
     streams = Unrecordable()
-    arena._cache._store.streams = arena._cache.streams = streams
+    arena._cache._store.streams = streams
     return streams
 
 

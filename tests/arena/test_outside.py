@@ -15,7 +15,7 @@ from tests.arena.support import MIB, FakeEvent, FakeStreams, NumberSource, cache
 
 def test_both_count_against_the_limit() -> None:
     engine, source = cache("auto_growth", limit=6 * MIB)
-    outside = engine.outside
+    outside = engine.external
     address = outside.allocate(4 * MIB)
     kept = engine.malloc(2 * MIB)
     assert (outside.held, engine.reserved, source.used) == (4 * MIB, 2 * MIB, 6 * MIB)
@@ -37,9 +37,9 @@ def test_both_count_against_the_limit() -> None:
 def test_a_failing_source_leaves_nothing() -> None:
     engine, _ = cache(capacity=2 * MIB)
     with pytest.raises(OutOfMemory):
-        engine.outside.allocate(4 * MIB)
-    assert engine.outside.reserved == 0
-    assert engine.outside.stats() == {
+        engine.external.allocate(4 * MIB)
+    assert engine.external.reserved == 0
+    assert engine.external.stats() == {
         "outside_segment.current": 0,
         "outside_segment.allocated": 0,
         "outside_segment.freed": 0,
@@ -49,14 +49,14 @@ def test_a_failing_source_leaves_nothing() -> None:
 
 def test_wrong_frees_change_nothing() -> None:
     engine, _ = cache()
-    address = engine.outside.allocate(MIB)
+    address = engine.external.allocate(MIB)
     with pytest.raises(InvalidFree, match="no segment is out there"):
-        engine.outside.free(address + 1)
-    assert engine.outside.reserved == MIB
-    engine.outside.free(address)
+        engine.external.free(address + 1)
+    assert engine.external.reserved == MIB
+    engine.external.free(address)
     with pytest.raises(InvalidFree):
-        engine.outside.free(address)
-    assert engine.outside.reserved == 0
+        engine.external.free(address)
+    assert engine.external.reserved == 0
 
 
 def test_a_source_that_refuses_a_free_keeps_the_segment() -> None:
@@ -65,10 +65,10 @@ def test_a_source_that_refuses_a_free_keeps_the_segment() -> None:
             raise InvalidFree("not today")
 
     engine = Cache(Stubborn())
-    address = engine.outside.allocate(MIB)
+    address = engine.external.allocate(MIB)
     with pytest.raises(InvalidFree, match="not today"):
-        engine.outside.free(address)
-    assert (engine.outside.held, engine.outside.reserved) == (MIB, MIB)
+        engine.external.free(address)
+    assert (engine.external.held, engine.external.reserved) == (MIB, MIB)
 
 
 def test_nothing_waits_for_the_engine() -> None:
@@ -90,7 +90,7 @@ def test_nothing_waits_for_the_engine() -> None:
     done = threading.Event()
 
     def take() -> None:
-        engine.outside.free(engine.outside.allocate(MIB))
+        engine.external.free(engine.external.allocate(MIB))
         done.set()
 
     taker = threading.Thread(target=take)
@@ -129,7 +129,7 @@ def test_threads_never_exceed_the_limit() -> None:
         engine.free(address)
         engine.empty_cache()
 
-    pairs = [(engine.outside.allocate, engine.outside.free), (engine.malloc, cached_free)] * 3
+    pairs = [(engine.external.allocate, engine.external.free), (engine.malloc, cached_free)] * 3
     threads = [threading.Thread(target=run, args=pair) for pair in pairs]
     for thread in threads:
         thread.start()
@@ -137,7 +137,7 @@ def test_threads_never_exceed_the_limit() -> None:
         thread.join()
     assert not errors
     assert source.peak <= limit
-    assert source.used == engine.outside.reserved == engine.reserved == 0
+    assert source.used == engine.external.reserved == engine.reserved == 0
     engine.audit()
 
 
@@ -156,7 +156,7 @@ def test_what_is_being_asked_for_counts(first: str) -> None:
     refused: list[int] = []
     source = Meanwhile()
     engine = Cache(source, "auto_growth", limit=12 * MIB)
-    calls = [engine.outside.allocate, engine.malloc]
+    calls = [engine.external.allocate, engine.malloc]
     if first == "outside":
         calls.reverse()
     callbacks = calls[:1]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from devalloc import Arena, InvalidArgument
-from devalloc.cache import parking as module
+from devalloc.cache import reuse as module
 from tests.arena.support import MIB, FakeStreams
 
 SHAPE = (1000,)
@@ -27,7 +27,7 @@ def arena() -> Arena:
 
 
 def parked(arena: Arena) -> int:
-    return sum(len(stack) for stack in arena.cache.parking.stacks.values())
+    return sum(len(stack) for stack in arena.cache.reuse.stacks.values())
 
 
 def test_the_next_equal_tensor_takes_the_block_and_nothing_else_does(arena: Arena) -> None:

@@ -192,7 +192,8 @@ def test_settings_string() -> None:
     [
         "max_split_size_mb", "max_split_size_mb:x", "max_split_size_mb:10", "unknown:1",
         "roundup_power2_divisions:3", "roundup_power2_divisions:[3:1]",
-        "garbage_collection_threshold:2", "backend:cudaMallocAsync", "a:1,,b:2",
+        "garbage_collection_threshold:2", "max_non_split_rounding_mb:19",
+        "backend:cudaMallocAsync", "a:1,,b:2",
     ],
 )  # fmt: skip
 def test_bad_settings(settings: str) -> None:
@@ -223,6 +224,16 @@ def test_max_split_size() -> None:
     assert stats["max_split_size"] == 32 * MIB
     assert stats["oversize_allocations.current"] == 2
     assert stats["oversize_segments.current"] == 2
+
+
+def test_max_non_split_rounding() -> None:
+    policy = TorchPolicy(max_split_size=32 * MIB, max_non_split_rounding="30MiB")
+    assert policy == TorchPolicy.from_settings("max_split_size_mb:32,max_non_split_rounding_mb:30")
+    engine, _ = cache(policy)
+    big = engine.malloc(62 * MIB)
+    engine.free(big)
+    assert engine.malloc(32 * MIB) != big, "62 MiB are not less than 30 MiB larger"
+    assert engine.malloc(32 * MIB + 512) == big
 
 
 def test_oversize_blocks_are_released_before_all_others() -> None:
@@ -529,7 +540,7 @@ def test_auto_growth_retries_after_freeing() -> None:
         ("none", {}),
         ("torch", {"nothing": 1}),
         ("torch", {"max_split_size": 20 * MIB}),
-        ("torch", {"max_split_size": "32MiB"}),
+        ("torch", {"max_split_size": "32 monkeys"}),
         ("torch", {"max_split_size": 1 << 70}),
         ("torch", {"max_split_size": 10**5000}),
         ("torch", {"roundup_power2_divisions": (1, 2)}),

@@ -257,7 +257,7 @@ def test_an_empty_cache_does_not_tell_to_free_something_of_it() -> None:
     with pytest.raises(OutOfMemory, match=r"\. Ask for less, or free what others have"):
         engine.malloc(4 * MIB)
     with pytest.raises(OutOfMemory, match=r"0 B are taken; raise the limit$"):
-        cache("torch", limit=MIB)[0].outside.allocate(2 * MIB)
+        cache("torch", limit=MIB)[0].external.allocate(2 * MIB)
 
 
 def test_the_sources_words_are_passed_on() -> None:

@@ -42,6 +42,26 @@ def test_a_recorded_stream_defers_the_free(engine: Cache, streams: FakeStreams) 
     engine.audit()
 
 
+def test_a_recorded_stream_can_be_erased(engine: Cache, streams: FakeStreams) -> None:
+    block = engine.malloc(30 * MIB, stream=1)
+    for user in (2, 3):
+        engine.record_stream(block, user)
+    engine.erase_stream(block, 2)
+    engine.erase_stream(block, 9)
+    engine.free(block)
+    assert list(streams.queued) == [3]
+    streams.advance(3)
+    assert engine.malloc(30 * MIB, stream=1) == block
+    engine.record_stream(block, 2)
+    engine.erase_stream(block, 2)
+    engine.free(block)
+    assert engine.malloc(30 * MIB, stream=1) == block, "nothing is left to wait for"
+    engine.free(block)
+    with pytest.raises(InvalidArgument):
+        engine.erase_stream(block, 2)
+    engine.audit()
+
+
 def test_the_own_stream_is_ignored(engine: Cache, streams: FakeStreams) -> None:
     block = engine.malloc(30 * MIB, stream=1)
     engine.record_stream(block, 1)

@@ -13,7 +13,7 @@ import torch
 from triton import knobs
 
 from devalloc import Arena
-from devalloc.cache import core
+from devalloc.cache import cache as cache_module
 from devalloc.interop.bridge import Functions
 from devalloc.sources import SimulatedSource
 from tests.arena.support import FakeStreams
@@ -51,7 +51,7 @@ def called(functions: Callable[[], Functions]) -> Calls:
 def on_a_device(monkeypatch: pytest.MonkeyPatch, index: int = 0) -> tuple[Arena, FakeStreams]:
     """An arena of a CUDA device that need not exist, and its streams."""
     streams = FakeStreams()
-    monkeypatch.setattr(core, "CudaStreams", lambda device: streams)
+    monkeypatch.setattr(cache_module, "CudaStreams", lambda device: streams)
     source = SimulatedSource()
     source.device = torch.device("cuda", index)
     return Arena(source=source), streams

@@ -116,6 +116,8 @@ def _crooked() -> SimulatedSource:
         {"source": 7},
         {"policy": "none"},
         {"limit": 2.0},
+        {"front": -1},
+        {"front": "4 monkeys"},
     ],
     ids=str,
 )

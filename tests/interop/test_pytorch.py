@@ -29,26 +29,26 @@ def test_callbacks_serve_who_is_active_and_return_to_who_gave() -> None:
     first, second = Cache(SimulatedSource()), Cache(apart)
     addresses = []
     for engine in (first, second):
-        with pytorch.claimed() as alone, pytorch.active(engine.outside):
+        with pytorch.claimed() as alone, pytorch.active(engine.external):
             assert alone
             addresses.append(allocate(20 * MIB, 0, None))
     assert all(addresses)
     assert allocate(MIB, 0, None) is None, "nobody is active"
-    assert first.outside.held == second.outside.held == 20 * MIB
+    assert first.external.held == second.external.held == 20 * MIB
     free(addresses[0], 20 * MIB, 0, None)
-    assert (first.outside.held, second.outside.held) == (0, 20 * MIB)
+    assert (first.external.held, second.external.held) == (0, 20 * MIB)
     free(addresses[1], 20 * MIB, 0, None)
-    assert second.outside.held == 0
+    assert second.external.held == 0
 
 
 def test_callbacks_never_raise(capfd: pytest.CaptureFixture[str]) -> None:
     allocate, free, *_ = called(pytorch.functions)
     engine = Cache(SimulatedSource(), limit=2 * MIB)
-    with pytorch.claimed(), pytorch.active(engine.outside):
+    with pytorch.claimed(), pytorch.active(engine.external):
         assert allocate(4 * MIB, 0, None) is None
         free(12345, 1, 0, None)
         free(None, 0, 0, None)
-    assert engine.outside.reserved == 0
+    assert engine.external.reserved == 0
     assert capfd.readouterr().err == "", "an ignored exception would be printed"
 
 
@@ -58,7 +58,7 @@ def test_the_cause_of_pytorchs_error_is_ours() -> None:
     with (  # noqa: PT012
         pytest.raises(torch.OutOfMemoryError) as caught,
         pytorch.claimed(),
-        pytorch.active(engine.outside),
+        pytorch.active(engine.external),
     ):
         allocate(4 * MIB, 0, None)
         raise torch.OutOfMemoryError("as PyTorch would")
@@ -73,9 +73,9 @@ def test_ctrl_c_in_a_callback_arrives_afterwards() -> None:
 
     allocate, *_ = called(pytorch.functions)
     engine = Cache(Interrupted())
-    with pytest.raises(KeyboardInterrupt), pytorch.claimed(), pytorch.active(engine.outside):
+    with pytest.raises(KeyboardInterrupt), pytorch.claimed(), pytorch.active(engine.external):
         assert allocate(MIB, 0, None) is None
-    assert engine.outside.reserved == 0
+    assert engine.external.reserved == 0
 
 
 def test_callbacks_wait_for_no_lock_of_the_engine() -> None:
@@ -94,7 +94,7 @@ def test_callbacks_wait_for_no_lock_of_the_engine() -> None:
     done = threading.Event()
 
     def call() -> None:
-        with pytorch.claimed(), pytorch.active(engine.outside):
+        with pytorch.claimed(), pytorch.active(engine.external):
             free(allocate(MIB, 0, None), MIB, 0, None)
         done.set()
 
@@ -105,7 +105,7 @@ def test_callbacks_wait_for_no_lock_of_the_engine() -> None:
     holder.join()
     caller.join()
     assert served
-    assert engine.outside.stats()["outside_segment.freed"] == 1
+    assert engine.external.stats()["outside_segment.freed"] == 1
 
 
 def test_one_thread_claims() -> None:

@@ -1,8 +1,8 @@
-"""Segments that another allocator takes from the engine's source, under the engine's limit.
+"""Segments that another allocator takes from the cache's source, under the cache's limit.
 
 PyTorch asks for segments while it holds the lock of its own allocator. A thread that is inside the
-engine may be interrupted by a garbage collection that frees PyTorch's tensors and so waits for that
-lock. Waiting for the engine's lock here could therefore deadlock, so nothing here takes a lock or
+cache may be interrupted by a garbage collection that frees PyTorch's tensors and so waits for that
+lock. Waiting for the cache's lock here could therefore deadlock, so nothing here takes a lock or
 waits for a thread.
 
 Instead of locking, both sides announce what they are about to take before they compare the sum with
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from devalloc.cache.store import Store
 
 
-class Outside:
+class External:
     """The segments that others hold from a store's source. Waits for nothing but the source."""
 
     __slots__ = ("_held", "_moving", "_store", "_tickets", "allocations", "frees")
@@ -97,7 +97,7 @@ class Outside:
         self.frees += 1
 
     def stats(self) -> dict[str, int]:
-        """Counts of these segments; PyTorch's names count only the engine's own."""
+        """Counts of these segments; PyTorch's names count only the cache's own."""
         return {
             "outside_segment.current": len(self._held),
             "outside_segment.allocated": self.allocations,

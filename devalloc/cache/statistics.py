@@ -1,7 +1,7 @@
 """Statistics under PyTorch's names, kept as a log.
 
 An allocation changes up to seven quantities, each with a current value and a peak, for its pool
-and for all pools together. That is more work than the allocation itself. So the engine appends two
+and for all pools together. That is more work than the allocation itself. So the cache appends two
 ints for each event, and NumPy folds thousands of rows at once, when statistics are asked for or the
 log is full. Peaks are exact: they are the maxima of running sums.
 
@@ -27,6 +27,10 @@ SPLIT_OUT = 12
 """A free block in a divided segment fewer."""
 SEGMENT_IN = 14
 SEGMENT_OUT = 16
+MALLOC_PART = 18
+"""MALLOC of a whole free block in a divided segment: SPLIT_OUT too."""
+FREE_PART = 20
+"""FREE of a block in a divided segment, which is not merged: SPLIT_IN too."""
 
 FULL = 16384
 
@@ -35,16 +39,16 @@ _COUNTS = ("allocation", "segment", "active", "inactive_split")
 _BYTES = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes")
 _REQUESTED = "requested_bytes"
 _EFFECTS: dict[str, dict[int, int]] = {
-    "allocation": {MALLOC: 1, FREE: -1, FREE_REQUESTED: -1},
+    "allocation": {MALLOC: 1, MALLOC_PART: 1, FREE: -1, FREE_PART: -1, FREE_REQUESTED: -1},
     "segment": {SEGMENT_IN: 1, SEGMENT_OUT: -1},
-    "active": {MALLOC: 1, FREE: -1, FREE_COMPLETED: -1},
-    "inactive_split": {SPLIT_IN: 1, SPLIT_OUT: -1},
-    "requested_bytes": {MALLOC: 1, FREE: -1, FREE_COMPLETED: -1},
+    "active": {MALLOC: 1, MALLOC_PART: 1, FREE: -1, FREE_PART: -1, FREE_COMPLETED: -1},
+    "inactive_split": {SPLIT_IN: 1, SPLIT_OUT: -1, MALLOC_PART: -1, FREE_PART: 1},
+    "requested_bytes": {MALLOC: 1, MALLOC_PART: 1, FREE: -1, FREE_PART: -1, FREE_COMPLETED: -1},
 }
 QUANTITIES = (*_COUNTS, *_BYTES, _REQUESTED)
 _KINDS = ("current", "peak", "allocated", "freed")
 POOLS = ("all", "small_pool", "large_pool")
-_CODES = 18
+_CODES = 22
 
 
 def _sign_tables() -> dict[str, np.ndarray]:
@@ -60,10 +64,10 @@ def _sign_tables() -> dict[str, np.ndarray]:
 _SIGNS = _sign_tables()
 
 
-class Ledger:
-    """The log of one engine and the sums of the rows that were folded.
+class Statistics:
+    """The log of one cache and the sums of the rows that were folded.
 
-    The engine appends to ``rows`` and calls `fold` when there are more than `FULL` ints. Blocks and
+    The cache appends to ``rows`` and calls `fold` when there are more than `FULL` ints. Blocks and
     segments of ``oversize`` bytes and more are counted separately as well.
     """
 
@@ -135,6 +139,22 @@ class Ledger:
             for kind, value in zip(_KINDS, self._oversize[at], strict=True):
                 stats[f"{name}.{kind}"] = int(value)
         return stats
+
+    def correct(self, truth: dict[str, tuple[int, int]]) -> None:
+        """Set current values to what was counted: (small pool, large pool) for each quantity.
+
+        For after an interruption, when the log may lack a row or have one too many. What differs
+        counts as a gain or as a loss.
+        """
+        self.fold()
+        for at, name in enumerate(QUANTITIES):
+            small, large = truth[name]
+            for which, value in enumerate((small + large, small, large)):
+                sums = self._sums[at, which]
+                change = value - int(sums[0])
+                sums[0] = value
+                sums[1] = max(int(sums[1]), value)
+                sums[2 if change > 0 else 3] += abs(change)
 
     def current(self, name: str) -> int:
         """The current value of one quantity over all pools."""

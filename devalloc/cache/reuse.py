@@ -2,16 +2,16 @@
 
 Programs ask for the same things again and again. Code that hands out objects over blocks
 (`devalloc.tensors`) *parks* a block when its object ends, under a key that says all about it. The
-next request with that key takes the block as it is, if the engine was not called in between. To the
-engine the block has been live all the time. Every call of the engine first frees what is parked, so
-the engine decides and reports as if each free had come at once; only the choice of the block for an
+next request with that key takes the block as it is, if the cache was not called in between. To the
+cache the block has been live all the time. Every call of the cache first frees what is parked, so
+the cache decides and reports as if each free had come at once; only the choice of the block for an
 equal request is not the policy's.
 
 Concurrency: there is no lock, because objects may end in the midst of anything, even of a garbage
-collection inside the engine. Every step is one operation on a list, a set or a dict, which is
-atomic in CPython. `Parking.clear` retires the stacks that it empties. A thread that pushes on a
-stack then checks whether the stack is retired or parking is closed; if so, it has the engine free
-what nobody else would find. If two threads want one entry, ``pop`` decides. A closed parking gives
+collection inside the cache. Every step is one operation on a list, a set or a dict, which is
+atomic in CPython. `Reuse.clear` retires the stacks that it empties. A thread that pushes on a
+stack then checks whether the stack is retired or reuse is closed; if so, it has the cache free
+what nobody else would find. If two threads want one entry, ``pop`` decides. A closed `Reuse` gives
 nothing out, even if something is pushed late.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from devalloc.cache.core import Core
+    from devalloc.cache.cache import Cache
     from devalloc.cache.store import Store
 
 # Keeps stays alive, with the callbacks that tell their end and their caches.
@@ -37,22 +37,22 @@ class Stay:
 
     Attributes
     ----------
-    cache : Core
-        The engine.
+    cache : Cache
+        The cache.
     address : int
     key : tuple
         A request must have an equal key; the last entry is the stream that owns the block.
     turns : int
         Users after the first. Changed only by the thread that took the stay from its stack.
     told : int
-        How many of the turns have been noted for the ledger.
+        How many of the turns have been noted for the statistics.
     stack : Stack
         Where the stay was parked last, which saves looking it up by the key; or a retired stack.
     """
 
     __slots__ = ("address", "cache", "key", "stack", "told", "turns")
 
-    cache: Core
+    cache: Cache
     address: int
     key: tuple[Hashable, ...]
     turns: int
@@ -98,22 +98,22 @@ _NOWHERE = Stack()
 _NOWHERE.retired = True
 
 
-class Parking:
-    """The parked blocks of one engine.
+class Reuse:
+    """The parked blocks of one cache.
 
     Parameters
     ----------
     store : Store
-        The engine's store.
+        The cache's store.
     settle : callable
-        The engine's function that frees what is parked, at once or with its next call.
+        The cache's function that frees what is parked, at once or with its next call.
 
     Attributes
     ----------
     closed : bool
-        Set by the engine while frees must reach it at once.
+        Set by the cache while frees must reach it at once.
     stacks : dict
-        By key, the stays that were parked since the engine last looked.
+        By key, the stays that were parked since the cache last looked.
     """
 
     __slots__ = ("_settle", "_store", "_turned", "closed", "stacks")
@@ -123,7 +123,7 @@ class Parking:
         self._settle = settle
         self.closed = True
         self.stacks: dict[tuple[Hashable, ...], Stack] = {}
-        # (size, requested, pool, turns) of stays, not yet in the ledger's sums.
+        # (size, requested, pool, turns) of stays, not yet in the statistics's sums.
         self._turned: list[tuple[int, int, int, int]] = []
 
     # Without a lock -------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Parking:
             block = self._store.blocks[stay.address]
             self._turned.append((block.size, block.requested, block.home.pool.index, turns))
 
-    # For the engine, under its lock ---------------------------------------------------------------
+    # For the cache, under its lock ---------------------------------------------------------------
 
     def clear(self) -> Iterator[int]:
         """Take everything out and yield the addresses, which the caller must free.
@@ -189,18 +189,18 @@ class Parking:
             self._enter_turns()
 
     def count(self) -> None:
-        """Enter the turns of all stays, parked or not, in the ledger."""
+        """Enter the turns of all stays, parked or not, in the statistics."""
         for stay in self._stays():
             self._note_turns(stay)
         self._enter_turns()
 
     def _stays(self) -> list[Stay]:
         # (Copying a set is one atomic operation; iterating over it, as `tuple` does, is not.)
-        return [stay for stay in _STAYS.copy() if stay.cache.parking is self]
+        return [stay for stay in _STAYS.copy() if stay.cache.reuse is self]
 
     def _enter_turns(self) -> None:
         while self._turned:
-            self._store.ledger.enter_turns(*self._turned.pop())
+            self._store.statistics.enter_turns(*self._turned.pop())
 
     def forget_stream(self, stream: int) -> None:
         """Never park blocks of ``stream`` again: their owner changes, so their keys are wrong."""

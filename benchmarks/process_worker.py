@@ -1,0 +1,152 @@
+"""One training run in a process of its own: reads what to run, writes what it did, as JSON.
+
+``gpt2``: GPT2LMHeadModel of the transformers package, 6 layers, 512 wide, 8 heads, vocabulary 8000,
+fp32 with TF32, batch 8, AdamW; 40 steps of lengths from 64 to 900, then the timed steps of 512.
+``resnet50``: that of timm, batch 64, SGD. ``tiny``: a few layers, to try this on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Step = Callable[[int], torch.Tensor]
+"""Trains on one batch, whose length is given where lengths vary; returns the loss."""
+
+
+def gpt2(device: torch.device) -> tuple[Step, list[int], list[int]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=6, n_embd=512, n_head=8, vocab_size=8000, n_positions=1024)
+    model = GPT2LMHeadModel(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(length: int) -> torch.Tensor:
+        tokens = torch.randint(8000, (8, length)).to(device)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    lengths = random.Random(1)
+    return step, [lengths.randint(64, 900) for _ in range(40)], [512] * 20
+
+
+def resnet50(device: torch.device) -> tuple[Step, list[int], list[int]]:
+    import timm
+
+    model = timm.create_model("resnet50", pretrained=False).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step(length: int) -> torch.Tensor:
+        images = torch.randn(64, 3, length, length).to(device)
+        labels = torch.randint(1000, (64,)).to(device)
+        loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step, [224] * 10, [224] * 20
+
+
+def tiny(device: torch.device) -> tuple[Step, list[int], list[int]]:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(length: int) -> torch.Tensor:
+        loss = model(torch.randn(length, 16).to(device)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step, [4, 8, 12], [8] * 5
+
+
+MODELS = {"gpt2": gpt2, "resnet50": resnet50, "tiny": tiny}
+
+
+@contextlib.contextmanager
+def allocator(mode: str, policy: str, front: str) -> Iterator[Any]:
+    """Gives the arena whose memory is used, or None for PyTorch's own allocator."""
+    if mode == "torch":
+        yield None
+        return
+    import devalloc
+
+    if mode == "install":
+        yield devalloc.Arena.install(policy=policy, front=front)
+        return
+    with devalloc.Arena("cuda", policy=policy) as arena, arena.use():
+        yield arena
+
+
+def peak_of(arena: Any) -> int:
+    if arena is None:
+        return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
+    stats = arena.stats()
+    return stats["reserved_bytes.all.peak"] + stats["outside_bytes.current"]
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def run(model: str, arena: Any, device: torch.device) -> dict[str, Any]:
+    torch.manual_seed(0)
+    step, warm, timed = MODELS[model](device)
+    losses = [step(length) for length in warm]
+    synchronize()
+    milliseconds = []
+    for length in timed:
+        begin = time.perf_counter()
+        losses.append(step(length))
+        synchronize()
+        milliseconds.append((time.perf_counter() - begin) * 1e3)
+    return {
+        "milliseconds": milliseconds,
+        "losses": [float(loss) for loss in losses],
+        "peak": peak_of(arena),
+    }
+
+
+def left_over(arena: Any) -> int:
+    """Bytes that are still allocated when everything is gone."""
+    gc.collect()
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    if arena is None:
+        return torch.cuda.memory_allocated()
+    arena.empty_cache()
+    arena.cache.audit()
+    return arena.memory_allocated()
+
+
+def main() -> None:
+    order = json.load(sys.stdin)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    with allocator(order["mode"], order["policy"], order["front"]) as arena:
+        device = torch.device(order["device"])
+        done = run(order["model"], arena, device)
+        done["left"] = left_over(arena)
+    print(json.dumps(done))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1120 @@
+"""`Cache`: the caching allocator. The lock, malloc and free, and every other entry point.
+
+Concurrency: one lock for everything. A thread that holds it may be interrupted by a garbage
+collection whose finalizers free blocks of this same cache: such a free is only noted, and done when
+the interrupted call is over (`_inside`). A call that waits, or runs other people's code, holds no
+lock meanwhile, and the cache is in the state that it has between two calls (`_out`).
+
+Interruptions: an exception that is not one of ours may have come in the middle of a step. It leaves
+`_torn` set, and what is derived is computed anew before anything else (docs/host-cache.md).
+
+The short way through `malloc` and `free` is for exact fits when nothing unusual is going on.
+`_attention` is set while something is: recorded uses by other streams, pending events, routes to
+private pools, history, a front, threads that are `_out`, a policy that wants to see every call.
+Blocks that wait for reuse (`devalloc.cache.reuse`) are freed before anything else happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from devalloc.cache import audit, forks, history, reports
+from devalloc.cache import statistics as rows
+from devalloc.cache.blocks import FREE, LIVE, Block, PoolSet
+from devalloc.cache.external import External
+from devalloc.cache.graph_pools import PrivatePool, Route
+from devalloc.cache.policies import make_policy
+from devalloc.cache.policy import Policy
+from devalloc.cache.reuse import Reuse
+from devalloc.cache.store import Request, Store
+from devalloc.cache.streams import CudaStreams, HostStreams, Streams
+from devalloc.cleanup import call_for_finalizers
+from devalloc.errors import DevallocError, DoubleFree, InvalidArgument, OutOfMemory
+from devalloc.owner import Owner
+from devalloc.sizes import format_size, parse_size, quote, require_count
+from devalloc.sources.base import granularity_of
+
+if TYPE_CHECKING:
+    from devalloc.sources import Source
+
+_MAX_PLANS = 1 << 16
+_WAIT_SLICE_S = 0.01
+_MAX_BYTES = 1 << 62
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_release_lock = operator.methodcaller("_release_save")
+
+Freed = tuple[int, int, "PoolSet | None"]
+"""A free that was noted: address, claim, and the pools to which its thread allocates."""
+
+
+class Front(Protocol):
+    """Keeps blocks that PyTorch freed, and hands them out again: see docs/host-cache.md.
+
+    ``into`` gets one entry for each call: the ints of rows for the statistics; the addresses that
+    were held; and for each block whose request has changed its address and the requested bytes.
+    """
+
+    def switch(self, on: bool, into: list[FrontEntry]) -> None:
+        """Give up everything that is held, and hold from now on, or no more."""
+
+    def read_log(self, into: list[FrontEntry]) -> bool:
+        """Take the rows that were logged. Returns whether the front must be emptied."""
+
+    def lend(self, address: int, nbytes: int, stream: int, head: int, part: bool) -> None:
+        """Note a block that PyTorch gets now, with its size and pool as a row has them."""
+
+    def forget(self, address: int) -> bool:
+        """Do not hold the block at this address any more, if one is known there; whether it is."""
+
+    def forget_stream(self, stream: int) -> None:
+        """Do not hold any block of a stream that is lent now."""
+
+
+FrontEntry = tuple[list[int], list[int], list[int]]
+
+
+def _as_int(nbytes: object) -> int:
+    if isinstance(nbytes, bool):
+        raise InvalidArgument(f"a size is an int, not {nbytes!r}")
+    try:
+        return int(operator.index(nbytes))  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidArgument(f"a size is an int, not {nbytes!r}") from None
+
+
+def _limit_of(limit: int | str | None) -> int | None:
+    """A limit in bytes, of which a float can give a fraction."""
+    if limit is None:
+        return None
+    nbytes = parse_size(limit)
+    require_count("a limit in bytes", nbytes, 0)
+    return nbytes
+
+
+def _entry(
+    method: Callable[Concatenate[Cache, P], T],
+) -> Callable[Concatenate[Cache, P], T]:
+    """Every entry point but `malloc` and `free`: the lock, with noted frees done before and after.
+
+    What the front holds is freed before as well.
+    """
+
+    @wraps(method)
+    def call(cache: Cache, *arguments: P.args, **options: P.kwargs) -> T:
+        with cache._lock:
+            if cache._inside:
+                raise DevallocError("the cache was used from a finalizer that interrupted it")
+            cache._inside = True
+            # Lowered again by `_watch`, if nothing unusual is going on.
+            cache._attention = cache.reuse.closed = True
+            try:
+                cache._begin()
+                cache._flush_front()
+                return method(cache, *arguments, **options)
+            except DevallocError:
+                raise
+            except BaseException:
+                cache._torn = True
+                raise
+            finally:
+                cache._inside = False
+                cache._settle(watch=True)
+
+    return call
+
+
+class Cache(Owner):
+    """A host caching allocator over one source.
+
+    Parameters
+    ----------
+    source : Source
+        Where segments come from. Its granularity must be at least 256 bytes.
+    policy : str or Policy
+        ``"torch"``, ``"tiny"``, ``"bfc"``, ``"auto_growth"``, ``"frugal"``, or a policy object
+        with options; or PyTorch's settings, such as ``"max_split_size_mb:64"``.
+    limit : int or str, optional
+        The most bytes that are reserved from the source. Checked before the source is asked.
+    streams : Streams, optional
+        Default: torch's CUDA streams if the source is on a CUDA device, else `HostStreams`.
+    share_streams : bool
+        A request that the free blocks of its own stream cannot serve takes those of another
+        stream, and its stream is made to wait for the work that is queued on that one.
+
+    Raises
+    ------
+    InvalidArgument
+        For options or a source that cannot work.
+
+    Notes
+    -----
+    All methods may be called from any thread. A block is owned by the stream it was allocated on.
+    Once freed, it may be given out again on that stream at once, and on others only as invariant C2
+    allows (docs/host.md). `malloc` and `free` never wait for the device, unless the source does,
+    memory runs out, or the cache is closed.
+
+    A signal handler that raises (Ctrl-C) may end any call: `malloc` has then allocated nothing, a
+    free has happened or not (freeing again tells), and the cache works on.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        policy: str | Policy = "torch",
+        *,
+        limit: int | str | None = None,
+        streams: Streams | None = None,
+        share_streams: bool = False,
+    ) -> None:
+        if granularity_of(source) < 256:
+            raise InvalidArgument(
+                f"the granularity of {source!r} is {source.granularity} B, and a cache needs "
+                "256 B or more; put an AlignedAdaptor around the source"
+            )
+        if streams is None:
+            cuda = source.device.type == "cuda"
+            streams = CudaStreams(source.device) if cuda else HostStreams()
+        self.source = source
+        self.policy = make_policy(policy).bind()
+        self._share = share_streams
+        shared = share_streams or self.policy.stamps_frees
+        self._store = Store(source, self.policy, _limit_of(limit), streams, shared)
+        self.policy.attach(self._store)
+        self._lock = threading.RLock()
+        self._inside = False
+        self._torn = False
+        # Whether noted frees must not wait for another call: a closed cache may never see one.
+        self._urgent = False
+        self._closing = False
+        self._out: set[int] = set()
+        # Locked; unlocked to wake one thread that waits for a free.
+        self._wake = threading.Lock()
+        self._wake.acquire()
+        self._holders: list[Callable[[], object]] = []
+        self._returned: deque[Freed] = deque()
+        self._routes: tuple[Route, ...] = ()
+        self._next_pool = 1
+        self._plans: dict[int, tuple[int, int]] = {}
+        self._attention = False
+        self._front: Front | None = None
+        self._front_on = False
+        self._drained: list[FrontEntry] = []
+        self.reuse = Reuse(self._store, self._settle)
+        self._watch()
+        forks.watch(self)
+
+    # The short way --------------------------------------------------------------------------------
+
+    def malloc(
+        self, nbytes: int, stream: int = 0, *, freed_before: int | None = None, claim: int = 0
+    ) -> int:
+        """The address of a block of at least ``nbytes`` bytes, owned by ``stream``.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes; 0 gives address 0 (but under the policy "tiny" a block of its own).
+        stream : int
+            Handle of the stream on which the block will be used.
+        freed_before : int, optional
+            With time stamps (policy "bfc"): the work is not in the order of ``stream``, and only
+            chunks freed up to this time may serve.
+        claim : int
+            What `free` must be given for this block: a number that is never used twice, or 0.
+
+        Raises
+        ------
+        OutOfMemory
+            If no step of the policy found memory. The cache is as before, except for segments that
+            were given back to the source on the way.
+        InvalidArgument
+            For a negative size, or one that is not an int; and if the cache is closed.
+        DevallocError
+            In a finalizer that interrupted a call of this cache, or in a callback of
+            `Cache.on_low_memory` that this cache called.
+        """
+        address = 0
+        try:
+            routed = self._pools_for(stream) if self._routes else None
+            with self._lock:
+                if self._inside:
+                    raise DevallocError(
+                        "malloc was called from a finalizer that interrupted the same cache; "
+                        "allocate outside of finalizers"
+                    )
+                self._inside = True
+                try:
+                    if self.reuse.stacks:
+                        self._free_noted()
+                    plan = self._plans.get(nbytes) if type(nbytes) is int else None
+                    if self._attention or self._returned or freed_before is not None or not plan:
+                        block = self._malloc(nbytes, stream, freed_before, routed)
+                    else:
+                        store = self._store
+                        size, index = plan
+                        home = store.default.pools[index].lists.get(stream)
+                        addresses = None if home is None else home.by_size.get(size)
+                        if home is not None and addresses:
+                            block = store.blocks[addresses.pop(0)]
+                            block.requested = nbytes
+                            log = store.statistics.rows
+                            if block.next is None and block.prev is None:
+                                home.pool.touched.add(block.segment)
+                                log.extend((size | rows.MALLOC | index, nbytes))
+                            else:
+                                log.extend((size | rows.MALLOC_PART | index, nbytes))
+                            if len(log) > rows.FULL:
+                                store.statistics.fold()
+                        else:
+                            found = None if home is None else store.find(home, size, nbytes)
+                            block = found or self._malloc(nbytes, stream, None, None)
+                    if block is None:
+                        return 0
+                    # No call from here on: what comes in between comes before or after all of this.
+                    block.claim = claim
+                    block.state = LIVE
+                    address = block.address
+                    return address
+                except DevallocError:
+                    raise
+                except BaseException:
+                    self._torn = self._attention = True
+                    raise
+                finally:
+                    self._inside = False
+                    if self._torn or self._urgent:
+                        self._settle()
+        except BaseException:
+            if address:  # the caller will not have it
+                self._returned.append((address, claim, None))
+                self._settle()
+            raise
+
+    def free(self, address: int, claim: int = 0) -> None:
+        """Give back what `malloc` gave. Address 0 is ignored.
+
+        Waits for nothing (unless the cache is closed): a block that other streams use
+        (`record_stream`) becomes available when they are done.
+
+        Raises
+        ------
+        DoubleFree, InvalidFree
+            If no block lives at ``address`` under this claim; nothing has changed then.
+        InvalidArgument
+            If ``address`` is not an int.
+        """
+        if type(address) is not int:
+            reports.require_address(address)
+        routed = self._pools_of(address) if self._routes else None
+        with self._lock:
+            if self._inside:
+                self._returned.append((address, claim, routed))
+                self._urgent = self._store.closed
+                return
+            self._inside = True
+            try:
+                if self._attention:
+                    self._begin()
+                store = self._store
+                block = store.blocks.get(address)
+                if block is None or block.state != LIVE or block.claim != claim:
+                    if address == 0:
+                        return
+                    raise reports.wrong_free(store, address, claim)
+                if self._attention:
+                    self._free(block, routed)
+                    return
+                before, after = block.prev, block.next
+                if (before is None or before.state != FREE) and (
+                    after is None or after.state != FREE
+                ):
+                    size, home = block.size, block.home
+                    index = home.pool.index
+                    block.state = FREE  # from here on it has happened
+                    home.add(size, address)
+                    log = store.statistics.rows
+                    if before is None and after is None:
+                        home.pool.touched.add(block.segment)
+                        log.extend((size | rows.FREE | index, block.requested))
+                    else:
+                        log.extend((size | rows.FREE_PART | index, block.requested))
+                    if len(log) > rows.FULL:
+                        store.statistics.fold()
+                else:
+                    store.put_back(block)
+            except DevallocError:
+                raise
+            except BaseException:
+                self._torn = self._attention = True
+                raise
+            finally:
+                self._inside = False
+                if self._torn or self._urgent:
+                    self._settle()
+
+    def free_in_finalizer(self, address: int, claim: int = 0) -> None:
+        """`free` for finalizers: waits for no other thread, and ignores what does not live.
+
+        That thread may be waiting for a lock of this one: the finalizer may have interrupted a call
+        of another cache, or a fork.
+        """
+        routed = self._pools_of(address) if self._routes else None
+        self._returned.append((address, claim, routed))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+        elif self._store.closed:
+            self._settle()  # there may be no next call
+
+    # The whole way --------------------------------------------------------------------------------
+
+    def _malloc(
+        self, nbytes: object, stream: int, freed_before: int | None, routed: PoolSet | None
+    ) -> Block | None:
+        """Any allocation, under the lock. None for a null address."""
+        store = self._store
+        if self._out and threading.get_ident() in self._out:
+            raise DevallocError(
+                "malloc was called from a callback that the same cache had called for want of "
+                "memory; such a callback may free, and must not allocate there"
+            )
+        if store.closed:
+            raise InvalidArgument("the cache is closed")
+        self._begin()
+        size = nbytes if type(nbytes) is int else _as_int(nbytes)
+        if freed_before is not None and not self.policy.stamps_frees:
+            raise InvalidArgument("time stamps need the policy BfcPolicy(timestamps=True)")
+        if size == 0 and self.policy.zero_is_null:
+            return None
+        rounded, index = self._plans.get(size) or self._plan(size)
+        if store.pending.queues:
+            store.pending.process_events()
+            self._watch()
+        pools = self._still_there(routed)
+        home = pools.pools[index].list_of(stream)
+        block = store.find(home, rounded, size, freed_before)
+        if block is None:
+            request = Request(size, rounded, index, stream, pools, freed_before)
+            if self._flush_front():
+                block = store.find_for(request)
+            block = block or self._find_elsewhere(request) or self._miss(request)
+        store.history.allocated(block)
+        return block
+
+    def _plan(self, nbytes: int) -> tuple[int, int]:
+        if nbytes < 0:
+            raise InvalidArgument(f"a size cannot be negative: {format_size(nbytes)}")
+        if nbytes >= _MAX_BYTES:
+            self._store.counts["num_ooms"] += 1
+            raise OutOfMemory(
+                f"alloc of {format_size(nbytes)} failed: that is beyond every address space; ask "
+                "for less"
+            )
+        size = self.policy.round(nbytes)
+        plan = size, self.policy.pool_of(size)
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
+        self._plans[nbytes] = plan
+        return plan
+
+    def _miss(self, request: Request) -> Block:
+        """No free block serves: ask holders of memory, take the policy's steps, wait for events and
+        for other threads' frees, and then raise the error."""
+        store = self._store
+        waiting = bool(store.pending)
+        try:
+            block = (
+                self._ask_holders(request)
+                or self.policy.miss(store, request)
+                or self._find_late(request, waiting)
+                or self._wait_for_frees(request)
+            )
+            if block is None:
+                store.counts["num_ooms"] += 1
+                store.history.out_of_memory(request, store.room())
+                raise OutOfMemory(reports.failure(store, request)) from store.failure
+            return block
+        finally:
+            store.failure = None  # its traceback refers to everything that the callers have
+
+    def _ask_holders(self, request: Request) -> Block | None:
+        """Run the callbacks of `Cache.on_low_memory`, which may free memory, and search again."""
+        if not self._holders:
+            return None
+
+        def ask() -> None:
+            for callback in tuple(self._holders):
+                callback()
+
+        self._without_lock(request, ask)
+        return self._find(request)
+
+    def _find_late(self, request: Request, waiting: bool) -> Block | None:
+        """Take what has become free while the policy tried, or becomes free by waiting for events.
+
+        ``waiting``: whether events were waited for when the policy began. If something became free
+        but does not serve as it is, take the policy's steps once more.
+        """
+        store = self._store
+        if store.captures:
+            return None
+        changed = bool(waiting or store.pending or self._returned or self.reuse.stacks)
+        store.wait_for_events()
+        self._free_noted()
+        if not (self._flush_front() or changed):
+            return None
+        return self._find(request) or self.policy.miss(store, request)
+
+    def _wait_for_frees(self, request: Request) -> Block | None:
+        """For a policy that waits: take what another thread frees, or repeat the policy's steps."""
+        store = self._store
+        deadline = time.monotonic() + self.policy.retry_wait_s
+        while not store.captures and (left := deadline - time.monotonic()) > 0:
+            wait_s = min(left, _WAIT_SLICE_S)
+            self._without_lock(request, lambda: self._wake.acquire(timeout=wait_s))  # noqa: B023
+            store.wait_for_events()
+            self._flush_front()
+            block = self._find(request) or self.policy.miss(store, request)
+            if block is not None:
+                return block
+        return None
+
+    def _find(self, request: Request) -> Block | None:
+        return self._store.find_for(request) or self._find_elsewhere(request)
+
+    def _find_elsewhere(self, request: Request) -> Block | None:
+        """A block of another stream, if streams are shared and stream order is enough."""
+        if not self._share or self._store.captures or request.freed_before is not None:
+            return None
+        return self._store.find_elsewhere(request)
+
+    def _without_lock(self, request: Request, action: Callable[[], object]) -> None:
+        """In the middle of a call, do something as if it were between two calls."""
+        thread = threading.get_ident()
+        released: list[Any] = []
+        self._attention = self.reuse.closed = True
+        try:
+            self._out.add(thread)
+            self._free_noted()
+            self._inside = False
+            # The list gets the lock's state in the C code that releases it.
+            released.extend(map(_release_lock, (self._lock,)))
+            action()
+        finally:
+            # (Not `acquire`, which Ctrl-C would end, and the call would go on without the lock.)
+            if released:
+                self._lock._acquire_restore(released[0])  # type: ignore[attr-defined]
+            # Another thread can be inside only while it holds the lock, and we have it again.
+            self._inside = True
+            self._out.discard(thread)
+        if self._torn:
+            self._repair()
+        self._free_noted()
+        # Others may have ended a route.
+        request.pools = self._still_there(request.pools)
+
+    def _free(self, block: Block, routed: PoolSet | None) -> None:
+        """Any free, under the lock. ``routed``: the pools that its thread allocates from."""
+        store = self._store
+        foreign = bool(store.captures) and routed is not store.privates.get(
+            block.home.pool.owner, store.default
+        )
+        try:
+            if foreign or block.address in store.pending.uses:
+                store.pending.defer(block)
+            else:
+                store.history.free_requested(block)
+                store.complete(block, rows.FREE)
+        finally:
+            if self._out:
+                with contextlib.suppress(RuntimeError):
+                    self._wake.release()
+            self._watch()
+
+    # Between calls --------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """What every call does first, under the lock, except on the short way."""
+        if self._torn:
+            self._repair()
+        if self._front is not None:
+            self._read_front()
+        self._free_noted()
+
+    def _settle(self, watch: bool = False) -> None:
+        """Repair what is torn, and free what is parked or noted; with ``watch``, look whether
+        anything unusual is going on. If this thread is inside a call, the next call does it."""
+        with self._lock:
+            if self._inside:
+                self._urgent = self._store.closed
+                return
+            self._urgent = True
+            while self._urgent:  # once more for what finalizers note meanwhile
+                self._inside = True
+                try:
+                    if self._torn:
+                        self._repair()
+                    if watch:
+                        self._watch()
+                    self._free_noted()
+                except DevallocError:
+                    raise
+                except BaseException:
+                    self._torn = self._attention = True
+                    raise
+                finally:
+                    self._inside = False
+
+    def _repair(self) -> None:
+        """Compute anew what an interrupted call has left half done."""
+        if self._front is not None:
+            self._front.switch(self._front_on, self._drained)
+        store = self._store
+        audit.repair(store)  # which makes the dict of blocks
+        for log, held, requests in self._drained:
+            store.statistics.rows.extend(log)
+            for address, nbytes in zip(requests[::2], requests[1::2], strict=True):
+                store.blocks[address].requested = nbytes
+            for address in held:
+                # (Or it is a part of another, or was put back already.)
+                if (block := store.live(address)) is not None:
+                    block.state = FREE
+        if self._drained:
+            audit.repair(store)
+        self._drained.clear()
+        self._torn = False
+        self._watch()
+
+    def _watch(self) -> None:
+        store = self._store
+        if self._routes:
+            routes = tuple(route for route in self._routes if not route.ended)
+            captures = sum(route.capture for route in routes)
+            self._routes, store.captures = routes, captures
+        self._attention = self.reuse.closed = bool(
+            store.pending
+            or store.privates
+            or store.closed
+            or self._routes
+            or store.history.recording
+            or self._out
+            or self._torn
+            or self._front
+            or self.policy.careful
+        )
+        if self._front is not None:
+            self._switch_front()
+
+    def _free_noted(self) -> None:
+        self._urgent = False
+        if self.reuse.stacks:
+            self._returned.extend((address, 0, None) for address in self.reuse.clear())
+        if self._returned:
+            call_for_finalizers(self._free_if_live, self._take_returned())
+        if self._closing:
+            self._closing = False
+            call_for_finalizers(Store.release_everything, [self._store])
+
+    def _take_returned(self) -> Iterator[Freed]:
+        while self._returned:
+            yield self._returned[0]
+            # Only now: if that was interrupted, it is repeated, before anything is allocated.
+            self._returned.popleft()
+
+    def _free_if_live(self, freed: Freed) -> None:
+        address, claim, routed = freed
+        if address == 0:  # of pools that were abandoned
+            self._store.release_all_unused()
+            return
+        block = self._store.live(address, claim)
+        if block is None:
+            return
+        if self._attention:
+            try:
+                self._free(block, routed)
+            except BaseException:
+                if block.state == LIVE:
+                    self._store.pending.postpone(block)  # nobody is left who could free it again
+                raise
+        else:
+            self._store.put_back(block)  # that is all when nothing unusual is going on
+
+    # Private pools --------------------------------------------------------------------------------
+
+    def _pools_for(self, stream: int) -> PoolSet:
+        """The pools that this thread's allocations on ``stream`` come from. Not under the lock."""
+        for route in self._routes:
+            if route.accepts(stream):
+                return route.pool.pools
+        return self._store.default
+
+    def _pools_of(self, address: int) -> PoolSet | None:
+        """`_pools_for` the stream that owns a block, which is live and this thread's to free.
+
+        None if that cannot be told now: in the middle of a call, where no filter may run.
+        """
+        block = self._store.blocks.get(address)
+        if block is None or self._lock._is_owned():  # type: ignore[attr-defined]
+            return None
+        return self._pools_for(block.home.stream)
+
+    def _still_there(self, pools: PoolSet | None) -> PoolSet:
+        store = self._store
+        if pools is None or store.privates.get(pools.owner) is not pools:
+            return store.default
+        return pools
+
+    @_entry
+    def private_pool(self) -> PrivatePool:
+        """A new pool for one graph, or for several that share memory."""
+        owner = (0, self._next_pool)
+        self._next_pool += 1
+        pools = PoolSet(owner)
+        pool = PrivatePool(self, pools)
+        self._store.privates[owner] = pools
+        return pool
+
+    @contextmanager
+    def route(
+        self,
+        pool: PrivatePool,
+        accepts: Callable[[int], bool] | None = None,
+        *,
+        capture: bool = False,
+    ) -> Iterator[None]:
+        """Within the block, allocations go to ``pool``.
+
+        Parameters
+        ----------
+        accepts : callable, optional
+            Called with the stream of each allocation, on the allocating thread and without the
+            cache's lock; returns whether the allocation goes to the pool. Default: all allocations
+            of this thread do.
+        capture : bool
+            Whether a stream is being captured meanwhile. Then no event is queried or recorded,
+            nothing is waited for, and nothing goes back to the source until the last capture has
+            ended.
+
+        Raises
+        ------
+        InvalidArgument
+            For a pool of another cache, or one that has been released.
+        """
+        if not isinstance(pool, PrivatePool) or pool.cache is not self:
+            raise InvalidArgument(
+                f"a pool is one that this cache's private_pool (or its arena's graph_pool) made, "
+                f"not {pool!r}"
+            )
+        route = Route(pool, accepts, capture)
+        try:
+            self._begin_route(route)
+            yield
+        finally:
+            if route.begun:
+                # No call in these lines: an interruption comes before or after all of them.
+                route.ended = True
+                pool.pools.uses -= 1
+                self._end_routes()
+
+    @_entry
+    def _begin_route(self, route: Route) -> None:
+        pools = route.pool.pools
+        self._require_used(pools)
+        routes = (route, *self._routes)
+        route.begun = True
+        pools.uses += 1
+        self._routes = routes
+
+    @_entry
+    def _end_routes(self) -> None:
+        self._watch()
+        store = self._store
+        try:
+            if not store.captures:
+                try:
+                    store.pending.record_deferred()
+                finally:
+                    if store.closed:
+                        store.release_everything()
+        finally:
+            store.release_all_unused()
+
+    def _require_used(self, pools: PoolSet) -> None:
+        if pools.uses == 0 or self._store.privates.get(pools.owner) is not pools:
+            raise InvalidArgument(f"the private pool {pools.owner} has been released before")
+
+    @_entry
+    def change_uses(self, pools: PoolSet, change: int) -> None:
+        """Count one graph more or fewer; when none is left, idle memory goes to the source."""
+        self._require_used(pools)
+        pools.uses += change
+        if pools.uses == 0:
+            self._store.release_unused(pools)
+
+    def abandon(self, pools: PoolSet) -> None:
+        """For finalizers: nobody can release the pools any more, or use them."""
+        pools.uses = 0
+        self.free_in_finalizer(0)
+
+    # The front ------------------------------------------------------------------------------------
+
+    def attach_front(self, front: Front) -> None:
+        """Let a front keep blocks that PyTorch frees, from now on. Only one, and for ever."""
+        with self._lock:
+            self._front = front
+            self._watch()
+
+    def lend(self, nbytes: int, stream: int) -> int:
+        """`malloc` for PyTorch, whose free the front sees first."""
+        address = self.malloc(nbytes, stream)
+        try:
+            # Without the lock: nobody else knows the block, and what is read here does not change.
+            block = self._store.blocks.get(address)
+            if block is not None and self._front_on and self._front is not None:
+                pool = block.home.pool
+                if pool.owner == (0, 0):
+                    part = block.prev is not None or block.next is not None
+                    self._front.lend(address, nbytes, stream, block.size | pool.index, part)
+            return address
+        except BaseException:
+            self._returned.append((address, 0, None))  # PyTorch will not have it
+            raise
+
+    def take_back(self, address: int, nbytes: int) -> None:
+        """`free` for PyTorch of what the front does not keep; ``nbytes`` as PyTorch knows it."""
+        block = self._store.live(address)
+        if block is not None and self._front is not None:
+            if self._front.forget(address):
+                raise DoubleFree(
+                    f"double free of {address:#x}: no allocation lives there; it was freed before"
+                )
+            block.requested = nbytes
+        self.free(address)
+
+    def _switch_front(self) -> None:
+        front = self._front
+        wanted = not (
+            self._routes
+            or self._store.captures
+            or self._store.closed
+            or self._store.history.recording
+            or self.policy.careful
+        )
+        if front is not None and wanted != self._front_on:
+            # In this order: if it is interrupted in between, `_repair` switches again.
+            front.switch(wanted, self._drained)
+            self._front_on = wanted
+            self._absorb()
+
+    def _flush_front(self) -> bool:
+        """Free what the front holds; whether that was anything."""
+        if not self._front_on or self._front is None:
+            return False
+        self._front.switch(True, self._drained)
+        return self._absorb()
+
+    def _read_front(self) -> None:
+        if self._front_on and self._front is not None and self._front.read_log(self._drained):
+            self._front.switch(True, self._drained)
+        if self._drained:
+            self._absorb()
+
+    def _absorb(self) -> bool:
+        """Enter what the front has told, in its order; whether it has given up blocks."""
+        store = self._store
+        any_held = False
+        while self._drained:
+            log, held, requests = self._drained[0]
+            store.statistics.rows.extend(log)
+            log.clear()
+            for address, nbytes in zip(requests[::2], requests[1::2], strict=True):
+                store.blocks[address].requested = nbytes
+            for address in held:
+                store.put_back_held(address)
+                any_held = True
+            del self._drained[0]
+        if len(store.statistics.rows) > rows.FULL:
+            store.statistics.fold()
+        return any_held
+
+    # Streams --------------------------------------------------------------------------------------
+
+    @property
+    def streams(self) -> Streams:
+        """The streams of the device."""
+        return self._store.streams
+
+    def record_stream(self, address: int, stream: int, claim: int | None = None) -> None:
+        """Say that ``stream`` also uses the block.
+
+        After its free the block becomes available only when the work that was queued on ``stream``
+        at that time is done; the free itself does not wait. The stream that owns the block is
+        ignored. Raises InvalidArgument if no block lives at ``address`` (under ``claim``, if one is
+        given), or if ``stream`` is not an int.
+        """
+        if type(stream) is not int:
+            raise InvalidArgument(f"a stream is given by its handle, an int, not {quote(stream)}")
+        with self._lock:
+            if self._inside:
+                raise DevallocError("the cache was used from a finalizer that interrupted it")
+            block = self._live(address, claim)
+            if stream != block.home.stream:
+                if self._front is not None:
+                    self._front.forget(address)
+                self._store.pending.uses.setdefault(address, set()).add(stream)
+                self._attention = self.reuse.closed = True
+
+    def erase_stream(self, address: int, stream: int) -> None:
+        """Take one `record_stream` back: the caller has waited for what ``stream`` did.
+
+        Raises InvalidArgument if no block lives at ``address``. A stream that was not recorded is
+        ignored.
+        """
+        with self._lock:
+            self._live(address)
+            uses = self._store.pending.uses
+            users = uses.get(address, set())
+            users.discard(stream)
+            if not users:
+                uses.pop(address, None)
+
+    @_entry
+    def forget_stream(self, stream: int) -> None:
+        """Give what ``stream`` owns to the default stream. Call it before ``stream`` is destroyed.
+
+        Waits for the device.
+
+        Raises
+        ------
+        InvalidArgument
+            For the default stream, and during a capture.
+        """
+        if stream == 0:
+            raise InvalidArgument("the default stream cannot be forgotten")
+        store = self._store
+        if store.captures:
+            raise InvalidArgument("a stream cannot be forgotten during a capture")
+        # First: a block whose user ends meanwhile must not be parked, nor held by the front.
+        self.reuse.forget_stream(stream)
+        if self._front is not None:
+            self._front.forget_stream(stream)
+            self._flush_front()
+        store.streams.synchronize()
+        store.pending.forget_stream(stream)
+        store.give_away(stream)
+
+    def order_behind(self, address: int, stream: int) -> None:
+        """Order what the block's stream does from now on behind what is queued on ``stream`` now.
+
+        The block's stream is the one that owns it now, which `forget_stream` may have changed.
+        Finalizers that interrupt this cache may call it too.
+        """
+        with self._lock:
+            owner = self._live(address).home.stream
+            if stream != owner:
+                self._store.order(owner, stream)
+
+    @_entry
+    def process_events(self) -> None:
+        """Make pending blocks free whose streams are done with them. Every malloc does so too."""
+        self._store.pending.process_events()
+
+    @_entry
+    def set_safe_frontier(self, time: int) -> None:
+        """With time stamps: say that the work of all frees before number ``time`` is done."""
+        self.policy.set_safe_frontier(time)
+
+    @property
+    def clock(self) -> int:
+        """With time stamps: the number of frees so far."""
+        return self.policy.clock
+
+    # Upkeep ---------------------------------------------------------------------------------------
+
+    @property
+    def limit(self) -> int | None:
+        """The most bytes that are reserved from the source, or None."""
+        return self._store.limit
+
+    @_entry
+    def set_limit(self, limit: int | str | None) -> None:
+        """Change the limit. If more is reserved than that, all idle memory goes to the source.
+
+        Raises
+        ------
+        InvalidArgument
+            If the memory in use does not fit into the new limit, or the policy cannot work with it;
+            then the limit stays as it was.
+        """
+        store, bound = self._store, _limit_of(limit)
+        if bound is not None and store.taken > bound:
+            store.release_everything()
+            if store.taken > bound:
+                raise InvalidArgument(
+                    f"a limit of {format_size(bound)} is below the "
+                    f"{format_size(store.taken)} that cannot be given back now; free first"
+                )
+        before, store.limit = store.limit, bound
+        try:
+            self.policy.attach(store)
+        except InvalidArgument:
+            store.limit = before
+            raise
+
+    @_entry
+    def empty_cache(self) -> int:
+        """Give all idle segments back to the source; returns their bytes.
+
+        Waits for streams that still use freed blocks. Does nothing during a capture.
+        """
+        before = self._store.reserved
+        self._store.release_everything()
+        return before - self._store.reserved
+
+    @_entry
+    def on_low_memory(self, callback: Callable[[], object]) -> None:
+        """Have ``callback``, which may free blocks, called before the source is asked for more.
+
+        It runs on the allocating thread, and on several threads at once if several allocate. The
+        cache's lock is not held, so two caches may empty each other. The callback must not allocate
+        from this cache.
+        """
+        self._holders.append(callback)
+
+    @property
+    def external(self) -> External:
+        """Segments that another allocator takes from the source, under this cache's limit."""
+        return self._store.external
+
+    @property
+    def closed(self) -> bool:
+        return self._store.closed
+
+    def close(self) -> None:
+        """Refuse new allocations; give idle segments back now, and the others when they are idle.
+
+        May be called again: after a failure of the source it gives back what was left.
+        """
+        with self._lock:
+            self._store.closed = True
+            self._attention = self.reuse.closed = True
+            if self._inside:
+                self._urgent = self._closing = True
+                return
+            self._give_back()
+
+    @_entry
+    def _give_back(self) -> None:
+        self._store.release_everything()
+
+    # Forks: see `devalloc.cache.forks` ------------------------------------------------------------
+
+    @property
+    def lock(self) -> threading.RLock:
+        """What a fork holds, so that no thread is in the middle of a call."""
+        return self._lock
+
+    def begin_in_child(self, held: bool) -> None:
+        """After a fork: threads that were in the middle of a call, or waited, do not exist here."""
+        if not held:
+            self._lock = threading.RLock()
+            self._inside = False
+            self._torn = self._attention = True
+        self._wake = threading.Lock()
+        self._wake.acquire()
+        self._out &= {threading.get_ident()}
+
+    # Reports --------------------------------------------------------------------------------------
+
+    @_entry
+    def record_history(
+        self, enabled: str | None = "all", *, max_entries: int = 100_000, stacks: bool = True
+    ) -> None:
+        """Switch history on or off.
+
+        Parameters
+        ----------
+        enabled : {"all", "state", None}
+            "all" records events, and where live blocks were allocated; "state" only the latter;
+            None nothing.
+        max_entries : int
+            How many events are kept; the oldest are dropped first.
+        stacks : bool
+            Whether to record the Python stack of each event.
+        """
+        self._store.history.configure(enabled, max_entries, stacks)
+
+    @_entry
+    def stats(self) -> dict[str, int]:
+        """Statistics under the flat names of ``torch.cuda.memory_stats``; bytes and counts."""
+        self.reuse.count()
+        return self._store.stats()
+
+    @_entry
+    def reset_peaks(self) -> None:
+        """Start peaks again from the current values."""
+        self._store.statistics.reset_peaks()
+
+    @_entry
+    def reset_accumulated(self) -> None:
+        """Start the ``allocated`` and ``freed`` sums and the ``num_`` counts again from zero."""
+        self.reuse.count()
+        self._store.statistics.reset_accumulated()
+        self._store.counts.clear()
+
+    @_entry
+    def snapshot(self) -> dict[str, object]:
+        """All segments and blocks, and the history, in the format of ``torch.cuda.memory``."""
+        return history.snapshot(self._store)
+
+    @_entry
+    def report(self) -> str:
+        """A text with bins, the largest free block, fragmentation, and a picture of occupancy."""
+        return reports.report(self._store)
+
+    @_entry
+    def audit(self) -> None:
+        """Check invariants C1 to C3 (docs/host.md).
+
+        Raises
+        ------
+        CorruptionError
+            Its message names the invariant that does not hold.
+        """
+        audit.check(self._store)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes held from the source."""
+        return self._store.reserved
+
+    def owns(self, address: int, claim: int | None = None) -> bool:
+        """Whether an allocation lives at ``address``, under this claim if one is given."""
+        reports.require_address(address)
+        with self._lock:
+            return self._store.live(address, claim) is not None
+
+    def size_of(self, address: int) -> int:
+        """Usable bytes of the allocation at ``address``; InvalidArgument if there is none."""
+        with self._lock:
+            return self._live(address).size
+
+    def _live(self, address: int, claim: int | None = None) -> Block:
+        reports.require_address(address)
+        block = self._store.live(address, claim)
+        if block is None:
+            raise InvalidArgument(f"no allocation of this cache lives at {address:#x}")
+        return block
