@@ -88,7 +88,7 @@ ALL = (
         pages=1,
         before=(HALF,),
         script=((free(0),), (malloc(1, HALF),), (malloc(2, WORD),)),
-        plan=mostly(25),
+        plan=mostly(40),
     ),
     Scenario(
         "retire_or_free",
