@@ -18,8 +18,6 @@ from tests.support import (
     malloc_scalars,
 )
 
-pytestmark = pytest.mark.oldest
-
 
 def fill(heap: Heap, size: int, block: int = 4096, programs: int = 4) -> torch.Tensor:
     """Allocate until a null; the addresses that were had, which must come before any null."""
