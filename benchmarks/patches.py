@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.results import ROOT
@@ -32,6 +34,19 @@ def prepare_worker(device: str, kernels: str | None) -> None:
         from devalloc._locate_kernels import SiblingFolder
 
         sys.meta_path.insert(0, SiblingFolder(Path(kernels).resolve()))
+
+
+@contextmanager
+def interpreting(device: str) -> Iterator[None]:
+    """Interpret kernels quickly until the end of the block (`device` "cpu"), where greenlet is
+    installed; after `prepare_worker`."""
+    if device != "cpu" or find_spec("greenlet") is None:
+        yield
+        return
+    from devalloc.testing import quick_interpreter
+
+    with quick_interpreter():
+        yield
 
 
 def patched_kernels(patches: Iterable[Patch], folder: Path) -> Path:

@@ -8,6 +8,7 @@ import gc
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,7 +41,30 @@ def pytest_report_header() -> list[str]:
     return lines
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# What takes longest, in this order, before all other files: so that the processes that share the
+# tests end together. (A name of a folder stands for what is in it.)
+LONGEST = (
+    "compile/test_budget.py",
+    "interleaving",
+    "arena/test_threads.py",
+    "debug",
+    "test_stress.py",
+    "test_traces.py",
+    "test_batches.py",
+)
+
+
+def rank(item: pytest.Item) -> int:
+    path = item.path.relative_to(Path(__file__).parent).as_posix()
+    return next((i for i, name in enumerate(LONGEST) if path.startswith(name)), len(LONGEST))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=rank)
+    if "long" not in config.option.markexpr:  # unless asked for, whatever else -m says
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
     if ON_GPU:
         return
     reason = "no CUDA device" if not torch.cuda.is_available() else "TRITON_INTERPRET=1 is set"

@@ -1,5 +1,6 @@
 """The arithmetic on words of bits against Python's integers."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +8,8 @@ from hypothesis import strategies as st
 from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS
 from tests import user_kernels as uk
 from tests.support import DEVICE
+
+pytestmark = pytest.mark.oldest
 
 BATCH = 64
 ALL = (1 << 64) - 1

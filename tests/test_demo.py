@@ -207,14 +207,17 @@ def run(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.fixture
-def edge_list(tmp_path: Path) -> Path:
-    graph = random_graph(vertices=50, edges=400, seed=7)
-    path = tmp_path / "edges.txt.gz"
+def write_graph(path: Path, vertices: int, edges: int) -> Path:
+    graph = random_graph(vertices, edges, seed=7)
     rows = np.stack([graph.sources, graph.targets], axis=1)
-    lines = [f"50 {graph.edges}", *(f"{source} {target}" for source, target in rows)]
+    lines = [f"{vertices} {graph.edges}", *(f"{source} {target}" for source, target in rows)]
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
     return path
+
+
+@pytest.fixture
+def edge_list(tmp_path: Path) -> Path:
+    return write_graph(tmp_path / "edges.txt.gz", vertices=50, edges=400)
 
 
 def test_demo_command(tmp_path: Path, edge_list: Path) -> None:
@@ -313,11 +316,10 @@ def test_info_command() -> None:
         assert word in text
 
 
-def test_the_command_line_chooses_the_interpreter_by_itself(
-    tmp_path: Path, edge_list: Path
-) -> None:
+def test_the_command_line_chooses_the_interpreter_by_itself(tmp_path: Path) -> None:
+    graph = write_graph(tmp_path / "edges.txt.gz", vertices=5, edges=20)
     output = tmp_path / "map.png"
-    done = as_a_user("demo", "--graph", edge_list, "--device", "cpu", "--output", output)
+    done = as_a_user("demo", "--graph", graph, "--device", "cpu", "--output", output)
     assert done.returncode == 0, done.stderr
     assert "runs on: Triton's interpreter on the CPU (asked for)" in done.stdout
     assert "audit: H1 to H4 hold" in done.stdout

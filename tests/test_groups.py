@@ -9,6 +9,8 @@ from devalloc.kernels.groups import alike, from_leader
 from tests.conftest import ON_GPU
 from tests.support import DEVICE
 
+pytestmark = pytest.mark.oldest
+
 WIDTHS = [(1, 1), (8, 1), (32, 1), (32, 4), (64, 2), (128, 1), (128, 4), (512, 1)]
 
 

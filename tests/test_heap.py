@@ -25,6 +25,8 @@ from tests.support import (
     wrong_words,
 )
 
+pytestmark = pytest.mark.oldest
+
 # (lanes, warps): every width, and all warps at the widths of practice.
 WIDTHS = [(1, 1), (2, 1), (64, 1), (1024, 1), (4096, 1)]
 if ON_GPU:

@@ -1,6 +1,7 @@
 """What the host does with a heap: tensors of requests, views of memory, and what it holds."""
 
 import gc
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from tests.support import (
     assert_whole_capacity,
     int64,
 )
+
+pytestmark = pytest.mark.oldest
 
 
 def test_malloc_and_free_of_tensors() -> None:
@@ -204,8 +207,12 @@ def assert_largest_free(heap: Heap) -> int:
     return largest
 
 
+@pytest.mark.parametrize(
+    "classes", [CLASS_SIZES[::6], pytest.param(CLASS_SIZES, marks=pytest.mark.long)],
+    ids=["some", "all"],
+)  # fmt: skip
 @pytest.mark.parametrize("debug", [False, True, "full"])
-def test_largest_free_of_any_heap(debug: bool | str) -> None:
+def test_largest_free_of_any_heap(debug: bool | str, classes: Sequence[int]) -> None:
     """In runs of several lengths, in the slots of every class, and where nothing is left."""
     guards = GUARD_BYTES if debug else 0
     with Heap(20 * PAGE_BYTES, debug=debug) as heap:
@@ -217,7 +224,7 @@ def test_largest_free_of_any_heap(debug: bool | str) -> None:
             assert assert_largest_free(heap) == length * PAGE_BYTES - guards
         heap.reset()
     with Heap(PAGE_BYTES, debug=debug) as heap:
-        for size in CLASS_SIZES:
+        for size in classes:
             wanted = max(1, size - guards - 1)
             heap.malloc([wanted])
             assert assert_largest_free(heap) >= wanted

@@ -11,6 +11,8 @@ from devalloc.kernels import live
 from devalloc.sizes import CLASS_SIZES, PAGE_BYTES
 from tests.support import DEVICE
 
+pytestmark = pytest.mark.oldest
+
 
 @triton.jit
 def heard_kernel(pages, granules, wrong, out, LANES: tl.constexpr):

@@ -26,6 +26,7 @@ from tests.support import (
 )
 
 pytestmark = [
+    pytest.mark.oldest,
     pytest.mark.skipif(ON_GPU, reason="compares two ways to interpret kernels"),
     pytest.mark.skipif(not HAS_GREENLET, reason="needs greenlet for the other way"),
 ]

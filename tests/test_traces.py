@@ -324,10 +324,11 @@ class Traces(RuleBasedStateMachine):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a failing trace is shrunk for up to five minutes
-def test_traces() -> None:
+@pytest.mark.parametrize("traces", [8, pytest.param(100, marks=pytest.mark.long)])
+def test_traces(traces: int) -> None:
     run_state_machine_as_test(
         Traces,
-        settings=settings(max_examples=20, stateful_step_count=20, report_multiple_bugs=False),
+        settings=settings(max_examples=traces, stateful_step_count=20, report_multiple_bugs=False),
     )
 
 

@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 
 from benchmarks.litmus.plan import Job
-from benchmarks.patches import prepare_worker
+from benchmarks.patches import interpreting, prepare_worker
 
 
 def say(message: dict[str, object]) -> None:
@@ -53,7 +53,8 @@ def work(job: Job) -> None:
 def main() -> None:
     job = Job.from_dict(json.loads(sys.stdin.read()))
     prepare_worker(job.device, job.kernels)
-    work(job)
+    with interpreting(job.device):
+        work(job)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from benchmarks.patches import prepare_worker
+from benchmarks.patches import interpreting, prepare_worker
 from benchmarks.stress.plan import Job, Stage
 
 if TYPE_CHECKING:
@@ -113,7 +113,9 @@ def compile_shapes(job: Job, device: torch.device) -> None:
 def main() -> None:
     job = Job.from_dict(json.loads(sys.stdin.read()))
     prepare_worker(job.device, job.kernels)
-    sys.exit(work(job))
+    with interpreting(job.device):
+        status = work(job)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

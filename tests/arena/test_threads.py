@@ -108,6 +108,7 @@ def test_threads(policy: str, failing: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("failing", [0.0, 0.5], ids=["sound", "failing"])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -203,6 +204,7 @@ def test_threads_with_arenas(failing: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("failing", [0.0, 0.5], ids=["sound", "failing"])
 def test_many_threads_with_arenas_for_long(failing: float) -> None:

@@ -153,6 +153,22 @@ def all_cases() -> list[Case]:
     return cases
 
 
+# Every kernel is compiled for this target with every change, and for the others these, which hold
+# every device function together, in both shapes of call. The rest is in the long suite.
+FULL_TARGET = "cuda90"
+EVERYWHERE = frozenset({
+    "pair_scalar/w4",
+    "realloc_lanes/w4",
+    "usable_size_lanes/w4",
+    "realloc_scalar+debug/w4",
+    "zeros_lanes+debug/w4",
+    "upkeep.trim_kernel/w1",
+    "debug_upkeep.audit_kernel+debug/w1",
+    "debug_upkeep.clock_kernel/w1",
+    PROBE.key,
+})  # fmt: skip
+
+
 def row_cases() -> list[Case]:
     """What is launched for the benchmark's rows. Not in the budget: to look at while working."""
     return [

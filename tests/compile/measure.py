@@ -8,45 +8,44 @@ in a process that interprets kernels, as the tests' own does on a machine withou
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import multiprocessing
 import os
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.compile.cases import MANY, ONE, REFERENCE, all_cases, row_cases, user_case
+from tests.compile.cases import MANY, ONE, REFERENCE, Case, all_cases, row_cases, user_case
 
 ROOT = Path(__file__).resolve().parents[2]
 Measured = dict[str, dict[str, Any]]
 
 TARGETS = ("cuda80", "cuda90", "cuda100", "gfx942")
+ALL: dict[str, tuple[Case, str]] = {
+    f"{case.key}@{target}": (case, target) for case in all_cases() for target in TARGETS
+}
 
-# Kernels whose compile time is measured, each so many times; and how long the reference took on
-# the machine whose seconds the bounds are given in.
+# Kernels whose compile time is measured; how often the reference is compiled before and after each;
+# how long it took on the machine whose seconds the bounds are given in.
 TIMED = {"pair_scalar": ONE, "pair_lanes": MANY}
-ATTEMPTS = 3
+REFERENCES = 3
 REFERENCE_SECONDS = 0.34
 
 
-def measure_all(targets: Sequence[str] = TARGETS) -> Measured:
-    """Return the usage of every "case@target" of these targets, as dictionaries.
+def measure_all(keys: Iterable[str] = ALL) -> Measured:
+    """Return the usage of every "case@target" of these, as dictionaries.
 
     A kernel that did not compile has the single entry "error", with the compiler's message.
     """
-    workers = os.cpu_count() or 1
-    shares = [f"{part}/{workers}" for part in range(workers)]
-    children = [start_child("usage", share, *targets) for share in shares]
-    merged: Measured = {}
-    for child in children:
-        merged |= finish_child(child)
-    return dict(sorted(merged.items()))
+    return dict(sorted(finish_child(start_child("usage", *keys)).items()))
 
 
 def compile_seconds(bound: float = math.inf) -> dict[str, float]:
@@ -60,23 +59,26 @@ def compile_seconds(bound: float = math.inf) -> dict[str, float]:
     for _ in range(4):
         with tempfile.TemporaryDirectory() as cache:
             child = start_child("seconds", TRITON_CACHE_DIR=cache, TRITON_ALWAYS_COMPILE="1")
-            found = finish_child(child)
+            found = in_reference_seconds(finish_child(child))
         least = {name: min(taken, least.get(name, taken)) for name, taken in found.items()}
-        seconds = in_reference_seconds(least)
-        if max(seconds.values()) <= bound:
+        if max(least.values()) <= bound:
             break
-    return seconds
+    return least
 
 
-def in_reference_seconds(seconds: dict[str, float]) -> dict[str, float]:
+def in_reference_seconds(seconds: dict[str, list[float]]) -> dict[str, float]:
     """Convert seconds of this machine: what compiling a kernel takes more than compiling an empty
-    one, against what the reference takes more.
+    one, against what the reference takes more on the average, before and after it.
 
-    So they tell of the kernels, and not of how fast the machine is or how busy.
+    So they tell of the kernels, and not of how fast the machine is or how busy at the time.
     """
-    extra = {name: taken - seconds["empty_kernel"] for name, taken in seconds.items()}
-    scale = REFERENCE_SECONDS / extra["reference_kernel"]
-    return {name: scale * extra[name] for name in TIMED}
+    (empty,) = seconds["empty_kernel"]
+    found = {}
+    for name in TIMED:
+        taken, *references = seconds[name]
+        reference = sum(references) / len(references) - empty
+        found[name] = REFERENCE_SECONDS * (taken - empty) / reference
+    return found
 
 
 def start_child(
@@ -104,18 +106,21 @@ def finish_child(child: subprocess.Popen[str]) -> dict[str, Any]:
 # In the children
 
 
-def usage_of_part(part: int, parts: int, targets: Sequence[str]) -> Measured:
+def usage_of(key: str) -> tuple[str, dict[str, Any]]:
     from tests.compile.targets import usage
 
-    measured = {}
-    for case in all_cases()[part::parts]:
-        for target in targets:
-            try:
-                row = asdict(usage(case, target))
-            except Exception as error:  # whatever the compiler or its tools raise
-                row = {"error": innermost(error)}
-            measured[f"{case.key}@{target}"] = row
-    return measured
+    try:
+        return key, asdict(usage(*ALL[key]))
+    except Exception as error:  # whatever the compiler or its tools raise
+        return key, {"error": innermost(error)}
+
+
+def usage_of_all(keys: Iterable[str]) -> Measured:
+    """Compile on every core: whichever is idle takes the next kernel."""
+    import tests.compile.targets  # noqa: F401, once for all that are forked
+
+    with multiprocessing.get_context("fork").Pool() as pool:
+        return dict(pool.imap_unordered(usage_of, keys))
 
 
 def usage_of_rows() -> Measured:
@@ -135,11 +140,10 @@ def innermost(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def seconds_of_compilation() -> dict[str, float]:
-    """Return the CPU seconds of compiling each kernel, its best of several attempts.
+def seconds_of_compilation() -> dict[str, list[float]]:
+    """Return the CPU seconds of compiling each kernel, and then those of the references around it.
 
-    Of this process and of the assembler that it starts. The kernels take turns, and the reference
-    is there twice as often, so that all of them meet the machine at its best.
+    Of this process and of the assembler that it starts.
     """
     from tests.compile.targets import compile_case
 
@@ -148,17 +152,21 @@ def seconds_of_compilation() -> dict[str, float]:
         used = [resource.getrusage(who) for who in whose]
         return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
+    def compiling(case: Case, times: int = 1) -> list[float]:
+        moments = [cpu_seconds()]
+        for _ in range(times):
+            compile_case(case, "cuda90")
+            moments.append(cpu_seconds())
+        return [end - start for start, end in itertools.pairwise(moments)]
+
     empty = user_case("empty_kernel", ONE, 4)
-    compile_case(empty, "cuda90")  # loads the compiler
-    turns = [empty]
+    compiling(empty)  # loads the compiler
+    seconds = {empty.name: compiling(empty)}
     for name, types in TIMED.items():
-        turns += [REFERENCE, user_case(name, types, 4)]
-    seconds: dict[str, list[float]] = {}
-    for case in turns * ATTEMPTS:
-        before = cpu_seconds()
-        compile_case(case, "cuda90")
-        seconds.setdefault(case.name, []).append(cpu_seconds() - before)
-    return {name: min(taken) for name, taken in seconds.items()}
+        before = compiling(REFERENCE, REFERENCES)
+        taken = compiling(user_case(name, types, 4))
+        seconds[name] = taken + before + compiling(REFERENCE, REFERENCES)
+    return seconds
 
 
 def print_table(measured: Measured) -> None:
@@ -195,9 +203,8 @@ def main(arguments: list[str]) -> None:
             print_table(finish_child(start_child("usage-of-rows")))
         case ["usage-of-rows"]:
             print(json.dumps(usage_of_rows()))
-        case ["usage", share, *targets]:
-            part, parts = map(int, share.split("/"))
-            print(json.dumps(usage_of_part(part, parts, targets)))
+        case ["usage", *keys]:
+            print(json.dumps(usage_of_all(keys)))
         case ["seconds"]:
             print(json.dumps(seconds_of_compilation()))
         case _:

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from tests.compile.cases import Case
-from tests.compile.shared_memory import PTX_FUNCTION, races
+from tests.compile.shared_memory import NAME, PTX_FUNCTION, races
 
 TARGETS = {
     "cuda80": GPUTarget("cuda", 80, 32),
@@ -54,6 +54,8 @@ class Usage:
         Atomic instructions on global memory in the kernel's own body, by kind: the fast path.
     cold_atomics : int
         Those in the functions that it calls.
+    functions : list of str
+        Those functions, without the types of their arguments.
     races : list of str
         Calls at which warps may race for shared memory; AMD: functions with a release for which
         not every wave has waited.
@@ -66,6 +68,7 @@ class Usage:
     shared_bytes: int
     atomics: dict[str, int]
     cold_atomics: int
+    functions: list[str]
     races: list[str]
 
 
@@ -118,9 +121,12 @@ SASS_SPILL = re.compile(r"\b(?:STL|LDL)(?:\.(?!64|128)\w+)*(?:\.(?P<bits>64|128)
 def read_cuda(ptx: str, cubin: bytes, shared: int) -> Usage:
     hot: Counter[str] = Counter()
     cold: Counter[str] = Counter()
+    called = set()
     for function in PTX_FUNCTION.finditer(ptx):
         counts = hot if function["kind"] == "entry" else cold
         counts.update(PTX_ATOMIC.findall(function["body"]))
+        if function["kind"] != "entry":
+            called.add(without_types(NAME.findall(function["head"])[-1]))
     assert sum(hot.values()) + sum(cold.values()) == len(PTX_ATOMIC.findall(ptx))
     resources = run_tool(knobs.nvidia.cuobjdump.path, cubin, "-res-usage")
     (row,) = re.findall(r"REG:(\d+) STACK:(\d+)", resources)
@@ -135,6 +141,7 @@ def read_cuda(ptx: str, cubin: bytes, shared: int) -> Usage:
         shared_bytes=shared,
         atomics=dict(sorted(hot.items())),
         cold_atomics=sum(cold.values()),
+        functions=sorted(called),
         races=races(ptx),
     )
 
@@ -155,6 +162,11 @@ def spilled_bytes(sass: str) -> tuple[int, int]:
         else:
             hot += moved
     return hot, cold
+
+
+def without_types(name: str) -> str:
+    """What Triton calls a function (dots become "_$_" in PTX), without its arguments' types."""
+    return name.replace("_$_", ".").partition("__")[0]
 
 
 def run_tool(path: str, cubin: bytes, *options: str) -> str:
@@ -185,9 +197,12 @@ AMD_KIND = {"cmpswap": "cas", "swap": "exch", "smax": "max", "smin": "min"}
 def read_amdgcn(assembly: str, kernel: str, shared: int) -> Usage:
     hot: Counter[str] = Counter()
     cold: Counter[str] = Counter()
+    called = set()
     for function in AMD_FUNCTION.finditer(assembly):
         counts = hot if function["name"] == kernel else cold
         counts.update(AMD_KIND.get(kind, kind) for kind in AMD_ATOMIC.findall(function["body"]))
+        if function["name"] != kernel:
+            called.add(without_types(function["name"]))
     assert sum(hot.values()) + sum(cold.values()) == len(AMD_ATOMIC.findall(assembly))
 
     def number(key: str) -> int:
@@ -209,6 +224,7 @@ def read_amdgcn(assembly: str, kernel: str, shared: int) -> Usage:
         shared_bytes=shared,
         atomics=dict(sorted(hot.items())),
         cold_atomics=sum(cold.values()),
+        functions=sorted(called),
         races=early,
     )
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.compile import budget
-from tests.compile.cases import COMPARED, ENTRY_POINTS, PROBE, all_cases
+from tests.compile.cases import COMPARED, ENTRY_POINTS, EVERYWHERE, FULL_TARGET, PROBE
 from tests.compile.measure import (
+    ALL,
     REFERENCE_SECONDS,
     ROOT,
     TARGETS,
@@ -25,7 +26,6 @@ from tests.compile.measure import (
     start_child,
 )
 
-KEYS = [f"{case.key}@{target}" for case in all_cases() for target in TARGETS]
 # For a malloc with a free, of a number or of a block: see `compile_seconds` for whose seconds.
 MAX_COMPILE_SECONDS = 3.0
 # Kernels that do not spill, with the functions that they call. Those that allocate spill a little
@@ -35,11 +35,33 @@ SPILL_NOTHING = {"free_scalar", "free_lanes", "usable_size_scalar", "usable_size
 pytestmark = [pytest.mark.slow, pytest.mark.compile, pytest.mark.timeout(1800)]
 
 
+# With the oldest Triton, and (to all its targets) with every change.
+OLDEST_TARGETS = ("cuda90", "gfx942")
+
+
+def marked(key: str, *marks: pytest.MarkDecorator) -> Any:
+    """A "case@target" with the marks that say in which runs it is compiled."""
+    case, _, target = key.partition("@")
+    chosen = [*marks]
+    if case in EVERYWHERE and target in OLDEST_TARGETS:
+        chosen.append(pytest.mark.oldest)
+    if case not in EVERYWHERE and target != FULL_TARGET:
+        chosen.append(pytest.mark.long)
+    return pytest.param(key, marks=chosen)
+
+
+KEYS = [marked(key) for key in ALL]
+
+
 @pytest.fixture(scope="module")
 def measured(request: pytest.FixtureRequest) -> Measured:
-    """For the targets that the selected tests name (``-k "not cuda80"``), as all take minutes."""
-    names = " ".join(item.name for item in request.session.items)
-    return measure_all([target for target in TARGETS if target in names])
+    """What the selected tests ask for, as all takes long."""
+    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    keys = {params["key"] for params in asked if "key" in params}
+    keys |= {f"{PROBE.key}@{params['target']}" for params in asked if "target" in params}
+    full = {params["full_target"] for params in asked if "full_target" in params}
+    keys |= {key for key in ALL if key.partition("@")[2] in full}
+    return measure_all(key for key in ALL if key in keys)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -56,8 +78,8 @@ SPILLS = pytest.mark.xfail(reason="values that live across calls of cold functio
 @pytest.mark.parametrize(
     "key",
     [
-        pytest.param(key, marks=() if key.split("/")[0] in SPILL_NOTHING else SPILLS)
-        for key in KEYS
+        marked(key) if key.split("/")[0] in SPILL_NOTHING else marked(key, SPILLS)
+        for key in ALL
         if key.endswith("/w4@cuda90")
     ],
 )
@@ -66,20 +88,29 @@ def test_no_spills_at_four_warps(measured: Measured, key: str) -> None:
     assert (row.get("spill_bytes"), row.get("cold_spill_bytes")) == (0, 0)
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if not key.startswith(PROBE.key)])
+@pytest.mark.parametrize("key", [marked(key) for key in ALL if not key.startswith(PROBE.key)])
 def test_warps_do_not_race(measured: Measured, key: str) -> None:
     """For shared memory at calls; on AMD, with the release of what they have stored."""
     assert measured[key].get("races") == []
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("target", ["gfx942"])
 def test_a_release_of_one_wave_is_found(measured: Measured, target: str) -> None:
     """The probe's atomics release, as Triton's do when nothing is said, and no fence is before."""
     assert measured[f"{PROBE.key}@{target}"]["races"] != []
 
 
+@pytest.mark.parametrize("full_target", [FULL_TARGET])
+def test_every_function_is_compiled_for_every_target(measured: Measured, full_target: str) -> None:
+    """The kernels of `EVERYWHERE` call whatever any kernel calls."""
+    rows = {key.partition("@")[0]: row for key, row in measured.items() if full_target in key}
+    called = {name: set(row["functions"]) for name, row in rows.items()}
+    assert set.union(*(called[name] for name in EVERYWHERE)) == set.union(*called.values())
+
+
 def test_budget_has_no_stale_lines() -> None:
-    assert sorted(budget.load()) == sorted(KEYS)
+    assert sorted(budget.load()) == sorted(ALL)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -111,14 +142,20 @@ def test_compile_time_of_malloc_and_free(seconds: dict[str, float], kernel: str)
 
 
 def test_compile_time_does_not_depend_on_the_machine() -> None:
-    found = {"empty_kernel": 0.1, "reference_kernel": 0.8, "pair_scalar": 4.3, "pair_lanes": 5.0}
+    found = {
+        "empty_kernel": [0.1],
+        "pair_scalar": [4.3, 0.7, 0.9],
+        "pair_lanes": [5.0, 0.8, 0.8],
+    }
     seconds = in_reference_seconds(found)
     assert seconds["pair_scalar"] == pytest.approx(6 * REFERENCE_SECONDS)
-    slower = {name: 3 * taken for name, taken in found.items()}
+    slower = {name: [3 * second for second in taken] for name, taken in found.items()}
     assert in_reference_seconds(slower) == pytest.approx(seconds)
-    assert in_reference_seconds({**found, "pair_lanes": 9.9})["pair_lanes"] == pytest.approx(
-        2 * seconds["pair_lanes"]
-    )
+    # Of what runs at the same time as one kernel and its references, the other's times say nothing.
+    busy = {**found, "pair_lanes": [9.9, 1.5, 1.5]}
+    assert in_reference_seconds(busy) == pytest.approx({**seconds, "pair_lanes": 2.38})
+    twice = {**found, "pair_lanes": [9.9, 0.8, 0.8]}
+    assert in_reference_seconds(twice)["pair_lanes"] == pytest.approx(2 * seconds["pair_lanes"])
 
 
 def entry_points() -> set[str]:

@@ -9,6 +9,8 @@ import torch
 from devalloc import Heap, InvalidArgument, LeakWarning
 from tests.debug.support import SHAPES, debug_heap, free, malloc, no_leak_warning
 
+pytestmark = pytest.mark.oldest
+
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_leaks_by_tag(shape: str) -> None:

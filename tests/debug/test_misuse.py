@@ -20,6 +20,8 @@ from tests.debug.support import (
 )
 from tests.support import DEVICE, malloc_lanes
 
+pytestmark = pytest.mark.oldest
+
 # Double and invalid frees -----------------------------------------------------------------------
 
 

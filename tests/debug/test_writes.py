@@ -103,6 +103,7 @@ def test_both_ends_of_one_block() -> None:
         )
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("debug", MODES)
 def test_audit_finds_overflows_of_live_blocks(debug: bool | str) -> None:
     with debug_heap(debug=debug) as heap:
@@ -262,6 +263,7 @@ def test_zeros_again_in_the_same_place() -> None:
             heap.trim()
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("new", [1, 60, 99, 101, 5000, 100_000])
 def test_realloc_keeps_content_and_owner(new: int) -> None:
     with debug_heap() as heap:
@@ -279,6 +281,7 @@ def test_realloc_keeps_content_and_owner(new: int) -> None:
         assert_faults(heap, Overflow, "free", [(addr + new, addr, new, "growing")])
 
 
+@pytest.mark.oldest
 def test_realloc_finds_what_was_written_before() -> None:
     """A block that shrinks or moves is looked at like one that is freed."""
     with debug_heap() as heap:
@@ -343,6 +346,7 @@ def test_pages_that_are_cut_anew(debug: bool | str) -> None:
                 heap.audit()
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("debug", MODES)
 @pytest.mark.parametrize("warps", [1, 4] if ON_GPU else [1])
 def test_churn(warps: int, debug: bool | str) -> None:

@@ -23,6 +23,10 @@ from tests.support import error_counts
 SCALE = float(os.environ.get("DEVALLOC_SCHEDULES", "1"))
 """Times as many schedules as usual: 100 for a night."""
 
+SHORT = 0.3
+"""The part of each strategy's schedules that every change has to pass. It is enough for all
+mutants; the rest is in the long suite."""
+
 SHRINK = 8.0
 """Seconds to look for a simpler schedule when one fails."""
 

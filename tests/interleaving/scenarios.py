@@ -88,7 +88,7 @@ ALL = (
         pages=1,
         before=(HALF,),
         script=((free(0),), (malloc(1, HALF),), (malloc(2, WORD),)),
-        plan=mostly(25),
+        plan=((PCT(depth=6), 60), (Random(stay=0.9), 7), (PCT(depth=3), 20), (Exhaustive(1), 80)),
     ),
     Scenario(
         "retire_or_free",

@@ -9,7 +9,10 @@ from devalloc.testing import Interleaving, Launch, Run, ScheduleError
 from tests.conftest import ON_GPU
 from tests.interleaving.directed import NOT_REACHED, Turn, Turns
 
-pytestmark = pytest.mark.skipif(ON_GPU, reason="interleaves interpreted kernels")
+pytestmark = [
+    pytest.mark.oldest,
+    pytest.mark.skipif(ON_GPU, reason="interleaves interpreted kernels"),
+]
 
 
 @triton.jit

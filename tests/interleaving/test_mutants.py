@@ -1,4 +1,5 @@
-"""Every planted bug is found by its scenario. One that survives is a hole in the scenarios."""
+"""Every planted bug is found by its scenario, by the schedules that each change has to pass. One
+that survives is a hole in the scenarios."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import pytest
 from tests.conftest import ON_GPU
 from tests.interleaving import table, trial
 from tests.interleaving.directed import NOT_REACHED
+from tests.interleaving.lab import SHORT
 from tests.interleaving.mutants import ALL, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +68,8 @@ def explore(folder: Path, scenario: str, *options: str) -> Done:
 def test_a_planted_bug_is_found(
     mutant: Mutant, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    done = explore(planted(mutant, tmp_path), mutant.scenario, "--shrink", "0")
+    copy = planted(mutant, tmp_path)
+    done = explore(copy, mutant.scenario, "--shrink", "0", "--scale", str(SHORT))
     assert done.status == trial.FAILED, (
         f"{mutant.name} survives {mutant.scenario}: {mutant.breaks}\n{done.output}"
     )

@@ -2,7 +2,7 @@
 
 A failure prints one line that replays it:
 ``python -m tests.interleaving.trial SCENARIO --replay "SCHEDULE"``.
-``DEVALLOC_SCHEDULES=100`` explores a hundred times as many.
+``-m long`` explores whole plans; with ``DEVALLOC_SCHEDULES=100``, a hundred times as many.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import pytest
 from devalloc import CorruptionError
 from devalloc.testing import PCT, Interleaving, Launch, Run
 from tests.conftest import ON_GPU
-from tests.interleaving.lab import SCALE, Laboratory, Scenario
+from tests.interleaving.lab import SCALE, SHORT, Laboratory, Scenario
 from tests.interleaving.scenarios import ALL, BY_NAME
 from tests.interleaving.scripts import run_script
 
@@ -25,9 +25,12 @@ pytestmark = [
 Record = Callable[[str, object], None]
 
 
+@pytest.mark.parametrize("scale", [SHORT, pytest.param(1.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("scenario", ALL, ids=lambda scenario: scenario.name)
-def test_every_schedule_leaves_a_sound_heap(scenario: Scenario, record_property: Record) -> None:
-    reports = list(scenario.explore())
+def test_every_schedule_leaves_a_sound_heap(
+    scenario: Scenario, scale: float, record_property: Record
+) -> None:
+    reports = list(scenario.explore(scale * SCALE))
     schedules = sum(report.schedules for report in reports)
     seconds = sum(report.seconds for report in reports)
     record_property(

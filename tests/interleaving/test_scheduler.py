@@ -29,7 +29,10 @@ from tests.conftest import ON_GPU
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.skipif(ON_GPU, reason="interleaves interpreted kernels")
+pytestmark = [
+    pytest.mark.oldest,
+    pytest.mark.skipif(ON_GPU, reason="interleaves interpreted kernels"),
+]
 
 STRATEGIES = [Random(), Random(stay=0.5), PCT(depth=2), Exhaustive(1), Exhaustive(None)]
 

@@ -13,6 +13,8 @@ import triton.language as tl
 
 from devalloc import Arena, InvalidArgument, OutOfMemory
 
+pytestmark = pytest.mark.oldest
+
 
 def live(arena: Arena) -> int:
     return arena.stats()["allocation.all.current"]

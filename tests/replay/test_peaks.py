@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.compare import HOST
-from benchmarks.replay_tables import BIG_SEGMENTS, replay_all, replay_trace, tables_of
+from benchmarks.replay_tables import BIG_SEGMENTS, REPLAYED, replay_trace, tables_of
 from benchmarks.replay_tables import TRACES as FOLDER
 from devalloc.replay.engine import Replay
 from devalloc.replay.policies import ALLOCATORS, replay_policies
@@ -97,11 +97,17 @@ def test_frugal_reserves_less_than_torch(
 TRACES = ("convolution-training", "generation", "mnist", "transformer-training")
 
 
+SHOWN = ("bfc", "frugal", BIG_SEGMENTS)
+
+
+def replayed(policies: tuple[str, ...]) -> dict[str, dict[str, Replay]]:
+    return {name: replay_trace(FOLDER / f"{name}.csv.gz", policies) for name in TRACES}
+
+
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, dict[str, Replay]]:
     """The committed traces through the two policies that have something to show."""
-    names = ("bfc", "frugal", BIG_SEGMENTS)
-    return {name: replay_trace(FOLDER / f"{name}.csv.gz", names) for name in TRACES}
+    return replayed(SHOWN)
 
 
 def test_all_recorded_traces_are_here() -> None:
@@ -134,5 +140,9 @@ def test_mnist_with_ten_calls_of_the_source(recorded: dict[str, dict[str, Replay
 
 
 @pytest.mark.slow
-def test_the_table_in_the_document_is_what_replay_says() -> None:
-    assert tables_of(replay_all()) in HOST.read_text()
+def test_the_table_in_the_document_is_what_replay_says(
+    recorded: dict[str, dict[str, Replay]],
+) -> None:
+    rest = replayed(tuple(name for name in REPLAYED if name not in SHOWN))
+    replays = {name: {**rest[name], **recorded[name]} for name in TRACES}
+    assert tables_of(replays) in HOST.read_text()
