@@ -24,6 +24,10 @@ EDGE_SIZES = sorted(
 )
 
 
+# Blocks of a program and words at a time. The interpreter takes as long for many words as for few.
+FILL = {"BLOCK": 64, "STEP": 128} if ON_GPU else {"BLOCK": 16, "STEP": 1024}
+
+
 def int64(values: Sequence[int] | torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(values, dtype=torch.int64).to(DEVICE)
 
@@ -66,14 +70,14 @@ def free_scalars(heap: Heap, addrs: Sequence[int] | torch.Tensor, warps: int = 1
 def write(addrs: torch.Tensor, sizes: torch.Tensor, first_tag: int = 1) -> None:
     """Fill block i with the pattern of ``first_tag + i``."""
     n = addrs.numel()
-    uk.write_kernel[programs(n, 64)](addrs, sizes, n, first_tag, BLOCK=64, STEP=128)
+    uk.write_kernel[programs(n, FILL["BLOCK"])](addrs, sizes, n, first_tag, **FILL)
 
 
 def wrong_words(addrs: torch.Tensor, sizes: torch.Tensor, first_tag: int = 1) -> int:
     """How many words differ from what `write` wrote."""
     n = addrs.numel()
     wrong = torch.zeros_like(addrs)
-    uk.verify_kernel[programs(n, 64)](addrs, sizes, wrong, n, first_tag, BLOCK=64, STEP=128)
+    uk.verify_kernel[programs(n, FILL["BLOCK"])](addrs, sizes, wrong, n, first_tag, **FILL)
     return int(wrong.sum())
 
 

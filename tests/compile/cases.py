@@ -40,9 +40,13 @@ class Case:
         name = self.name
         if not self.module.startswith("tests."):
             name = f"{self.module.split('.')[-1]}.{name}"
-        if self.types.get("heap") == DEBUG_HEAP:
+        if self.debug:
             name += "+debug"
         return f"{name}/w{self.warps}"
+
+    @property
+    def debug(self) -> bool:
+        return self.types.get("heap") == DEBUG_HEAP
 
 
 def user_case(name: str, types: Mapping[str, str], warps: int) -> Case:
@@ -153,9 +157,8 @@ def all_cases() -> list[Case]:
     return cases
 
 
-# Every kernel is compiled for this target with every change, and for the others these, which hold
-# every device function together, in both shapes of call. The rest is in the long suite.
-FULL_TARGET = "cuda90"
+# These kernels are compiled for every target with every change: together they hold every device
+# function, in both shapes of call.
 EVERYWHERE = frozenset({
     "pair_scalar/w4",
     "realloc_lanes/w4",
@@ -167,6 +170,18 @@ EVERYWHERE = frozenset({
     "debug_upkeep.clock_kernel/w1",
     PROBE.key,
 })  # fmt: skip
+
+
+# For this target also all others, but for users' kernels on debug heaps. The rest is in the long
+# suite.
+FULL_TARGET = "cuda90"
+
+
+def is_long(case: Case, target: str) -> bool:
+    """Whether a kernel is compiled for a target in the long suite only."""
+    if case.key in EVERYWHERE:
+        return False
+    return target != FULL_TARGET or (case.name in DEBUG and case.debug)
 
 
 def row_cases() -> list[Case]:

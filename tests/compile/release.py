@@ -37,7 +37,7 @@ def compare(name: str, heap: str) -> dict[str, object]:
 
 def main() -> None:
     found = {name: compare(name, "*i64") for name in COMPARED}
-    found["malloc_scalar+debug"] = compare("malloc_scalar", DEBUG_HEAP)
+    found["realloc_scalar+debug"] = compare("realloc_scalar", DEBUG_HEAP)
     print(json.dumps(found))
 
 

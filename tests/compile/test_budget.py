@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from tests.compile import budget
-from tests.compile.cases import COMPARED, ENTRY_POINTS, EVERYWHERE, FULL_TARGET, PROBE
+from tests.compile.cases import (
+    COMPARED,
+    ENTRY_POINTS,
+    EVERYWHERE,
+    FULL_TARGET,
+    PROBE,
+    is_long,
+)
 from tests.compile.measure import (
     ALL,
     REFERENCE_SECONDS,
@@ -35,18 +42,15 @@ SPILL_NOTHING = {"free_scalar", "free_lanes", "usable_size_scalar", "usable_size
 pytestmark = [pytest.mark.slow, pytest.mark.compile, pytest.mark.timeout(1800)]
 
 
-# With the oldest Triton, and (to all its targets) with every change.
-OLDEST_TARGETS = ("cuda90", "gfx942")
-
-
 def marked(key: str, *marks: pytest.MarkDecorator) -> Any:
     """A "case@target" with the marks that say in which runs it is compiled."""
-    case, _, target = key.partition("@")
+    case, target = ALL[key]
     chosen = [*marks]
-    if case in EVERYWHERE and target in OLDEST_TARGETS:
-        chosen.append(pytest.mark.oldest)
-    if case not in EVERYWHERE and target != FULL_TARGET:
+    if is_long(case, target):
         chosen.append(pytest.mark.long)
+    # (For AMD what an ordinary heap calls: debug heaps bring nothing that is compiled otherwise.)
+    if case.key in EVERYWHERE and (target == "cuda90" or (target == "gfx942" and not case.debug)):
+        chosen.append(pytest.mark.oldest)
     return pytest.param(key, marks=chosen)
 
 
@@ -60,7 +64,7 @@ def measured(request: pytest.FixtureRequest) -> Measured:
     keys = {params["key"] for params in asked if "key" in params}
     keys |= {f"{PROBE.key}@{params['target']}" for params in asked if "target" in params}
     full = {params["full_target"] for params in asked if "full_target" in params}
-    keys |= {key for key in ALL if key.partition("@")[2] in full}
+    keys |= {key for key, at in ALL.items() if at[1] in full and not is_long(*at)}
     return measure_all(key for key in ALL if key in keys)
 
 
@@ -103,8 +107,8 @@ def test_a_release_of_one_wave_is_found(measured: Measured, target: str) -> None
 
 @pytest.mark.parametrize("full_target", [FULL_TARGET])
 def test_every_function_is_compiled_for_every_target(measured: Measured, full_target: str) -> None:
-    """The kernels of `EVERYWHERE` call whatever any kernel calls."""
-    rows = {key.partition("@")[0]: row for key, row in measured.items() if full_target in key}
+    """The kernels of `EVERYWHERE` call whatever any of those kernels calls that are measured."""
+    rows = {ALL[key][0].key: row for key, row in measured.items() if ALL[key][1] == full_target}
     called = {name: set(row["functions"]) for name, row in rows.items()}
     assert set.union(*(called[name] for name in EVERYWHERE)) == set.union(*called.values())
 
@@ -200,4 +204,4 @@ def test_the_same_code_as_without_debug_heaps(
 
 def test_a_debug_heap_has_other_code(compared: dict[str, dict[str, Any]]) -> None:
     """Else the test above would look for names that there are not."""
-    assert debug_functions(compared["malloc_scalar+debug"]["functions"])
+    assert debug_functions(compared["realloc_scalar+debug"]["functions"])

@@ -103,7 +103,6 @@ def test_both_ends_of_one_block() -> None:
         )
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("debug", MODES)
 def test_audit_finds_overflows_of_live_blocks(debug: bool | str) -> None:
     with debug_heap(debug=debug) as heap:
@@ -263,7 +262,6 @@ def test_zeros_again_in_the_same_place() -> None:
             heap.trim()
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("new", [1, 60, 99, 101, 5000, 100_000])
 def test_realloc_keeps_content_and_owner(new: int) -> None:
     with debug_heap() as heap:
@@ -346,7 +344,6 @@ def test_pages_that_are_cut_anew(debug: bool | str) -> None:
                 heap.audit()
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("debug", MODES)
 @pytest.mark.parametrize("warps", [1, 4] if ON_GPU else [1])
 def test_churn(warps: int, debug: bool | str) -> None:
