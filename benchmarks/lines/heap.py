@@ -308,7 +308,7 @@ def free(heap, addr, active):
     out = page_out(now)
     half = page_half(now)
     idle = speaks & (out == 0)
-    # Whoever takes the last slot out of the account has the page alone. (No branch, which would
+    # The program that takes the last slot out of the account owns the page. (No branch, which would
     # have to be fetched by the few programs that take it while all others have ended.)
     give_pages(heap, page, idle)
     crossed = speaks & (is_sparse(out, half) != is_sparse(out + counts, half))

@@ -10,7 +10,7 @@
     page records    per page: 64 words of live bits, the page word, padding  malloc, free, open
 
 Line word: 0..31 credits, signed; 32..51 places opened; 52..63 sparse pages, signed (a hint).
-Place: 0..22 page; 23..35 tickets that nobody has used yet; 36 PAIR; 38..50 lap.
+Place: 0..22 page; 23..35 unused tickets; 36 PAIR; 38..50 lap.
 Page word: 0..15 out; 16..31 half of the slots; 32..37 class; 38..43 stripe; 44 SLAB.
 
 A page word lies beside the live bits of its page, so that the words of neighbouring pages do not
