@@ -2,9 +2,9 @@
 
 For each class and stripe the line word counts tickets, and a ring has the pages of its places.
 Ticket t of a class with s slots to a page is slot t mod s of place t div s. The program that
-gets the first ticket of a place *opens* it: it finds a page and writes it into the ring. The others of the place read
-the ring until it is there. So programs that want many pages at one time open them all at one time,
-and empty pages are not cached: they are free.
+gets the first ticket of a place *opens* it: it finds a page and writes it into the ring. The others
+of the place read the ring until it is there. So programs that want many pages at one time open them
+all at one time, and empty pages are not cached: they are free.
 
 A place has a fresh page; or, as a *pair*, half of the slots of each of two pages of the class of
 which half is free. A slot is promised, and accounted in the page word, before its live bit is set,
