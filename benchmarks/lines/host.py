@@ -38,7 +38,7 @@ def release(heap, addr, active, LINES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def malloc_kernel(heap, sizes, out, n, LINES: tl.constexpr, LANES: tl.constexpr):
-    """A slot for every element of ``out`` that is 0."""
+    """Allocate a slot for each element of ``out`` that is 0."""
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     active = (lane < n) & (tl.load(out + lane, mask=lane < n, other=1) == 0)
     addr = allocate(heap, tl.load(sizes + lane, mask=active, other=0), active, LINES)
