@@ -4,15 +4,18 @@
     devalloc bench process --model resnet50 --rounds 2
     devalloc bench process --device cpu        # tiny, and PyTorch's allocator only
 
-Every run is a process of its own (`process_worker`), and the kinds take turns: PyTorch's allocator,
-``Arena.use``, and ``Arena.install`` with the policies torch and frugal. In the first round each
-policy also runs without the front cache, which shows the policy's own peak. The losses must be
+Every run is a process of its own (`process_worker`): PyTorch's allocator, ``Arena.use``, and
+``Arena.install`` with the policies torch and frugal. The processes of a round live side by side on
+the same cores and take turns of a few steps, one process at a time: how fast a machine is changes
+from second to second, by more than allocators differ. In the first round each policy also runs
+without the front cache, which shows the policy's own peak. The losses must be
 those of PyTorch's own runs, within twice what these differ among themselves; memory must be
 balanced at the end. Rows are written as they come, the table of ratios comes last.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +31,9 @@ from benchmarks.results import RESULTS, RowFile
 
 FOLDER = RESULTS / "process"
 SECONDS = 240
+TURNS = 12
+STEPS = 5  # timed ones of a turn
+CORES = 4
 
 
 @dataclass(frozen=True)
@@ -107,25 +113,47 @@ def summary(everything: dict[str, Found]) -> Table:
     return table
 
 
-def run(model: str, kind: Kind, device: str) -> dict[str, Any]:
-    """One process; raises ClickException if it says nothing."""
-    import json
-
-    order = {
-        "model": model,
-        "mode": kind.mode,
-        "policy": kind.policy,
-        "front": kind.front,
-        "device": device,
-    }
-    child = Child("benchmarks.process_worker", json.dumps(order))
-    try:
-        done = child.read(SECONDS)
-    finally:
-        child.end()
+def read(child: Child, kind: Kind) -> dict[str, Any]:
+    """What the process says next; raises ClickException if it says nothing."""
+    done = child.read(SECONDS)
     if done is None:
         raise click.ClickException(f"{kind.name}: the process ended without a result")
     return done
+
+
+def run(model: str, kinds: list[Kind], device: str) -> list[dict[str, Any]]:
+    """One process for each of some kinds, in turns."""
+    children: list[Child] = []
+    try:
+        for kind in kinds:
+            order = {
+                "model": model,
+                "mode": kind.mode,
+                "policy": kind.policy,
+                "front": kind.front,
+                "device": device,
+                "cores": CORES,
+            }
+            line = json.dumps(order) + "\n"
+            children.append(Child("benchmarks.process_worker", line, more=True))
+        workers = list(zip(children, kinds, strict=True))
+        for child, kind in workers:
+            read(child, kind)
+        times: list[list[float]] = [[] for _ in kinds]
+        for turn in range(TURNS):
+            for at in range(len(kinds)):
+                at = (at + turn) % len(kinds)
+                child, kind = workers[at]
+                child.send(str(STEPS))
+                times[at] += read(child, kind)["milliseconds"]
+        results = []
+        for at, (child, kind) in enumerate(workers):
+            child.close()
+            results.append({"milliseconds": times[at], **read(child, kind)})
+        return results
+    finally:
+        for child in children:
+            child.end()
 
 
 def columns(model: str, kind: Kind, done: dict[str, Any], check: str) -> dict[str, object]:
@@ -179,8 +207,7 @@ def main(out: Path, model: str, rounds: int, device: str) -> None:
     everything = {kind.name: Found() for kind in kinds}
     for turn in range(rounds):
         turns = [kind for kind in kinds if turn < kind.rounds]
-        for kind in turns[turn % len(turns) :] + turns[: turn % len(turns)]:
-            done = run(chosen, kind, device)
+        for kind, done in zip(turns, run(chosen, turns, device), strict=True):
             found = everything[kind.name]
             found.medians.append(statistics.median(done["milliseconds"]))
             found.peaks.append(done["peak"])

@@ -15,9 +15,12 @@ from benchmarks.results import ROOT
 
 class Child:
     """A process that runs a module of the benchmarks, gets a text on standard input and writes one
-    JSON object a line; `read` waits for the next one."""
+    JSON object a line; `read` waits for the next one. With ``more`` it is sent further lines, up to
+    :meth:`close`."""
 
-    def __init__(self, module: str, text: str, prefix: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, module: str, text: str, prefix: tuple[str, ...] = (), more: bool = False
+    ) -> None:
         inherited = os.environ.get("PYTHONPATH")
         path = os.pathsep.join([str(ROOT), *([inherited] if inherited else [])])
         self.process = subprocess.Popen(
@@ -32,6 +35,19 @@ class Child:
         threading.Thread(target=self._collect, daemon=True).start()
         assert self.process.stdin is not None
         self.process.stdin.write(text)
+        self.process.stdin.flush()
+        if not more:
+            self.close()
+
+    def send(self, line: str) -> None:
+        """One more line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        """Nothing more is sent."""
+        assert self.process.stdin is not None
         self.process.stdin.close()
 
     def _collect(self) -> None:

@@ -1,5 +1,9 @@
 """One training run in a process of its own: reads what to run, writes what it did, as JSON.
 
+The first line of the input is the order. When the process is warm it says so, and then takes as
+many timed steps at a time as each further line says, and before them one that is not timed. When
+the input ends, it writes its losses, its peak and what is left.
+
 ``gpt2``: GPT2LMHeadModel of the transformers package, 6 layers, 512 wide, 8 heads, vocabulary 8000,
 fp32 with TF32, batch 8, AdamW; 40 steps of lengths from 64 to 900, then the timed steps of 512.
 ``resnet50``: that of timm, batch 64, SGD. ``tiny``: a few layers, to try this on the CPU.
@@ -10,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
 import random
 import sys
 import time
@@ -23,7 +28,7 @@ Step = Callable[[int], torch.Tensor]
 """Trains on one batch, whose length is given where lengths vary; returns the loss."""
 
 
-def gpt2(device: torch.device) -> tuple[Step, list[int], list[int]]:
+def gpt2(device: torch.device) -> tuple[Step, list[int], int]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=6, n_embd=512, n_head=8, vocab_size=8000, n_positions=1024)
@@ -39,10 +44,10 @@ def gpt2(device: torch.device) -> tuple[Step, list[int], list[int]]:
         return loss.detach()
 
     lengths = random.Random(1)
-    return step, [lengths.randint(64, 900) for _ in range(40)], [512] * 20
+    return step, [lengths.randint(64, 900) for _ in range(40)], 512
 
 
-def resnet50(device: torch.device) -> tuple[Step, list[int], list[int]]:
+def resnet50(device: torch.device) -> tuple[Step, list[int], int]:
     import timm
 
     model = timm.create_model("resnet50", pretrained=False).to(device)
@@ -57,10 +62,10 @@ def resnet50(device: torch.device) -> tuple[Step, list[int], list[int]]:
         optimizer.step()
         return loss.detach()
 
-    return step, [224] * 10, [224] * 20
+    return step, [224] * 10, 224
 
 
-def tiny(device: torch.device) -> tuple[Step, list[int], list[int]]:
+def tiny(device: torch.device) -> tuple[Step, list[int], int]:
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
     model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -72,7 +77,7 @@ def tiny(device: torch.device) -> tuple[Step, list[int], list[int]]:
         optimizer.step()
         return loss.detach()
 
-    return step, [4, 8, 12], [8] * 5
+    return step, [4, 8, 12], 8
 
 
 MODELS = {"gpt2": gpt2, "resnet50": resnet50, "tiny": tiny}
@@ -105,22 +110,35 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def say(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
 def run(model: str, arena: Any, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(0)
     step, warm, timed = MODELS[model](device)
     losses = [step(length) for length in warm]
     synchronize()
-    milliseconds = []
-    for length in timed:
-        begin = time.perf_counter()
-        losses.append(step(length))
+    say({"warm": len(losses)})
+    for line in sys.stdin:
+        # After the other processes' turns the caches are theirs.
+        losses.append(step(timed))
         synchronize()
-        milliseconds.append((time.perf_counter() - begin) * 1e3)
-    return {
-        "milliseconds": milliseconds,
-        "losses": [float(loss) for loss in losses],
-        "peak": peak_of(arena),
-    }
+        milliseconds = []
+        for _ in range(int(line)):
+            begin = time.perf_counter()
+            losses.append(step(timed))
+            synchronize()
+            milliseconds.append((time.perf_counter() - begin) * 1e3)
+        say({"milliseconds": milliseconds})
+    return {"losses": [float(loss) for loss in losses], "peak": peak_of(arena)}
+
+
+def share_cores(count: int) -> None:
+    """Run on the same few cores as the other processes: only one of them works at a time, and the
+    cores of one machine are not equally fast."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 
 
 def left_over(arena: Any) -> int:
@@ -138,14 +156,15 @@ def left_over(arena: Any) -> int:
 
 
 def main() -> None:
-    order = json.load(sys.stdin)
+    order = json.loads(sys.stdin.readline())
+    share_cores(order["cores"])
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     with allocator(order["mode"], order["policy"], order["front"]) as arena:
         device = torch.device(order["device"])
         done = run(order["model"], arena, device)
         done["left"] = left_over(arena)
-    print(json.dumps(done))
+    say(done)
 
 
 if __name__ == "__main__":

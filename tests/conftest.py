@@ -6,6 +6,7 @@ one, so the choice is made here, before any test module is loaded.
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,10 @@ if not torch.cuda.is_available():
 # is for the processes that tests start.)
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What a shell starts in the background ignores Ctrl-C, and tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ON_GPU = os.environ.get("TRITON_INTERPRET", "0") != "1"
 
