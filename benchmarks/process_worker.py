@@ -54,8 +54,8 @@ def resnet50(device: torch.device) -> tuple[Step, list[int], int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def step(length: int) -> torch.Tensor:
-        images = torch.randn(64, 3, length, length).to(device)
-        labels = torch.randint(1000, (64,)).to(device)
+        images = torch.randn(64, 3, length, length, device=device)
+        labels = torch.randint(1000, (64,), device=device)
         loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()

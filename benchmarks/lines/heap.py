@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from devalloc.kernels.atomics import fence
+from devalloc.kernels.atomics import atomic_load, fence
 from devalloc.kernels.bits import comb, divide, low_mask, mix, next_bit
 from devalloc.kernels.groups import alike, from_leader
 from devalloc.kernels.lanes import (
@@ -49,11 +49,13 @@ from .layout import (
 )
 from .lines import (
     any_pair,
+    latest_page,
     line_credits,
     open_place,
     open_places,
     read_places,
     second_page,
+    take_tickets,
     ticket_place,
 )
 from .pages import give_pages, take_any, window
@@ -107,7 +109,8 @@ def malloc_mixed(heap, nbytes, small, classes, polls: tl.constexpr):
     opens = small & (opened == 0) & (slot == 0)
     if any_lane(opens):
         total = tl.sum(tl.where(small, size, 0), axis=0)
-        open_places(heap, word, classes, slots, place, opens, total)
+        front = atomic_load(hint_ptr(heap)).to(tl.int32)
+        open_places(heap, word, front, classes, slots, place, opens, total)
     head, _rank, users = alike(classes * 65536 + (place & 65535), small)
     index = ring_index(heap, classes, stripe, place)
     reads = small & (head == lane)
@@ -163,46 +166,55 @@ def malloc_alike(heap, nbytes, cls, same, rank, count, polls: tl.constexpr):
     if whole < count:
         need = count - whole
         line = line_ptr(heap, cls, stripe)
-        word = tl.atomic_add(line, -need.to(tl.int64), sem="relaxed")
+        word, latest, front = take_tickets(heap, line, need)
         place, first, _opened = ticket_place(word, need * 0, slots)
         # The tickets are slots of this place from `first` on, and then of the next.
         here = slots - first
-        if ((line_credits(word) <= 0) & (first == 0)) | (need > here):
-            opens = tl.where(first == 0, place, place + 1)
-            open_place(heap, word, cls, opens, size * count)
         number = tl.maximum(rank - whole, 0)
-        if is_block(nbytes):
-            both = tl.arange(0, 2)
-            places = place + both
-            reads = both < 1 + (need > here).to(tl.int32)
-            users = tl.where(both == 0, tl.minimum(need, here), tl.maximum(need - here, 0))
-        else:
-            places = place
-            reads = same
-            users = need
-        index = ring_index(heap, cls, stripe, places)
-        words = read_places(heap, index, places, reads, polls)
-        used = -users.to(tl.int64) << UNUSED_SHIFT
-        tl.atomic_add(place_ptr(heap, index), used, mask=reads, sem="relaxed")
-        paired = any_pair(tl.where(reads, words, 0))
         mine = same & (rank >= whole)
         slot = tl.where(mine, tl.where(number < here, first + number, number - here), slot)
-        if is_block(nbytes):
-            word0 = pick(words, 0)
-            word1 = pick(words, 1)
-            its = tl.where(number < here, word0, word1)
-            before = tl.where(mine, tl.where(number < here, number, number - here), before)
-            last = tl.where(number < here, tl.minimum(need, here), need)
-            further = tl.where(mine, last - 1 - number, further)
+        known = tl.where(need <= here, latest_page(latest, place), -1)
+        if known >= 0:
+            got = got | mine
+            page = tl.where(mine, known, page)
+            drawn = rank.to(tl.int64) * 0 - (need.to(tl.int64) << UNUSED_SHIFT)
+            ptr = place_ptr(heap, ring_index(heap, cls, stripe, place)) + rank * 0
+            tl.atomic_add(ptr, drawn, mask=mine & (rank == whole), sem="relaxed")
+            if is_block(nbytes):
+                before = tl.where(mine, number, before)
+                further = tl.where(mine, need - 1 - number, further)
         else:
-            its = words
-        page = tl.where(mine, place_page(its), page)
-        got = got | (mine & (page != NO_PAGE))
-        if paired:
-            its = tl.where(mine & got, its, 0)
-            at = ring_index(heap, cls, stripe, tl.where(number < here, place, place + 1))
-            there, second = second_page(heap, at, its, slot, slots)
-            page = tl.where(there, second, page)
+            if ((line_credits(word) <= 0) & (first == 0)) | (need > here):
+                opens = tl.where(first == 0, place, place + 1)
+                open_place(heap, word, front, cls, opens, size * count)
+            if is_block(nbytes):
+                both = tl.arange(0, 2)
+                places = place + both
+                reads = both < 1 + (need > here).to(tl.int32)
+                users = tl.where(both == 0, tl.minimum(need, here), tl.maximum(need - here, 0))
+            else:
+                places = place
+                reads = same
+                users = need
+            index = ring_index(heap, cls, stripe, places)
+            words = read_places(heap, index, places, reads, polls)
+            used = -users.to(tl.int64) << UNUSED_SHIFT
+            tl.atomic_add(place_ptr(heap, index), used, mask=reads, sem="relaxed")
+            paired = any_pair(tl.where(reads, words, 0))
+            if is_block(nbytes):
+                its = tl.where(number < here, pick(words, 0), pick(words, 1))
+                before = tl.where(mine, tl.where(number < here, number, number - here), before)
+                last = tl.where(number < here, tl.minimum(need, here), need)
+                further = tl.where(mine, last - 1 - number, further)
+            else:
+                its = words
+            page = tl.where(mine, place_page(its), page)
+            got = got | (mine & (page != NO_PAGE))
+            if paired:
+                its = tl.where(mine & got, its, 0)
+                its_index = ring_index(heap, cls, stripe, tl.where(number < here, place, place + 1))
+                there, second = second_page(heap, its_index, its, slot, slots)
+                page = tl.where(there, second, page)
     page = tl.where(got, page, 0)
     granule = slot * (size >> 4)
     ptr, bits = live_bit(records, page, granule)

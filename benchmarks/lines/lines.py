@@ -23,6 +23,8 @@ from devalloc.kernels.pages import one_of
 from .layout import (
     CLASS_SHIFT,
     LAP_SHIFT,
+    LATEST,
+    LATEST_SHIFT,
     LINE_MASK,
     NO_PAGE,
     OPENED,
@@ -30,6 +32,7 @@ from .layout import (
     SPARSE,
     SPARSE_SHIFT,
     UNUSED_SHIFT,
+    hint_ptr,
     is_sparse,
     lap_of,
     line_of,
@@ -75,6 +78,25 @@ def ticket_place(word, rank, slots):
     place = tl.where(opened, places - 1, places + ahead) & LINE_MASK
     slot = tl.where(opened, slots - 1 - left, behind - ahead * slots)
     return place, slot, opened
+
+
+@triton.jit
+def take_tickets(heap, line, need):
+    """Subtract ``need`` (int32 scalar) from a line. Returns the line word as it was, LATEST, and
+    the hint where free pages begin: all in one round trip to memory."""
+    lane = tl.arange(0, 4)
+    hints = hint_ptr(heap) + lane * 0
+    ptr = tl.where(lane == 2, hints, line + lane * LATEST)
+    change = tl.where(lane == 0, -need, 0).to(tl.int64)
+    words = tl.atomic_add(ptr, change, mask=lane < 3, sem="relaxed")
+    return pick(words, 0), pick(words, 1), pick(words, 2).to(tl.int32)
+
+
+@triton.jit
+def latest_page(latest, place):
+    """The page of ``place`` if it is the place that was opened last; else -1."""
+    same = (latest >= 0) & ((latest >> LATEST_SHIFT).to(tl.int32) == place)
+    return tl.where(same, (latest & NO_PAGE).to(tl.int32), -1)
 
 
 @triton.jit(noinline=True)
@@ -139,15 +161,16 @@ def find_pairs(heap, word, cls, place, opens):
 
 
 @triton.jit
-def open_places(heap, word, cls, slots, place, opens, nbytes):
+def open_places(heap, word, front, cls, slots, place, opens, nbytes):
     """Open the places whose first ticket an opening lane (or the scalar program) has. ``word``: the
-    line words that the tickets came from; ``nbytes``: what the program asks for in all (int32)."""
+    line words that the tickets came from; ``front``: the first chunk that may have free pages;
+    ``nbytes``: what the program asks for in all (int32)."""
     stripe = own_stripe(heap)
     first, second = find_pairs(heap, word, cls, place, opens)
     fresh = opens & (second < 0)
     unused = slots.to(tl.int64)
     if any_lane(fresh):
-        page = take_pages(heap, fresh, window(nbytes))
+        page = take_pages(heap, fresh, front, window(nbytes))
         got = fresh & (page >= 0)
         # All of a fresh page, or half of it beside one that was found.
         beside = got & (first >= 0)
@@ -165,13 +188,16 @@ def open_places(heap, word, cls, slots, place, opens, nbytes):
     state = (lap_of(heap, place) << LAP_SHIFT) + (unused << UNUSED_SHIFT)
     state = state + tl.where(first >= 0, first, NO_PAGE) + tl.where(paired, PAIR, 0)
     tl.atomic_xchg(place_ptr(heap, index), state, mask=opens, sem="relaxed")
+    latest = (place.to(tl.int64) << LATEST_SHIFT) + first
+    latest = tl.where(paired | (first < 0), -1, latest)
+    tl.atomic_xchg(line_ptr(heap, cls, stripe) + LATEST, latest, mask=opens, sem="relaxed")
     tl.atomic_add(line_ptr(heap, cls, stripe), unused + OPENED, mask=opens, sem="relaxed")
 
 
 @triton.jit(noinline=True)
-def open_place(heap, word, cls, place, nbytes):
+def open_place(heap, word, front, cls, place, nbytes):
     """:func:`open_places` for one place (scalars); returns 0."""
-    open_places(heap, word, cls, class_slots(cls), place, place == place, nbytes)
+    open_places(heap, word, front, cls, class_slots(cls), place, place == place, nbytes)
     return place * 0
 
 

@@ -57,14 +57,13 @@ def find_chunk(heap, front, width, salt):
 
 
 @triton.jit
-def take_pages(heap, want, width):
-    """A page for each lane (or scalar) in ``want``, from a window of ``width`` chunks; -1 where
-    none was found."""
+def take_pages(heap, want, front, width):
+    """A page for each lane (or scalar) in ``want``, from a window of ``width`` chunks from chunk
+    ``front`` on; -1 where none was found."""
     lane = lane_index(want)
     words = load_chunk_words(heap)
     chunks = load_chunks(heap)
     width = tl.minimum(width, chunks)
-    front = atomic_load(hint_ptr(heap)).to(tl.int32)
     guess = spread(program_index() * 5 + lane * 3, width * 64) + front * 64
     guess = tl.where(guess >= chunks * 64, guess - chunks * 64, guess)
     page = lane * 0 - 1
