@@ -11,7 +11,7 @@
 
 Line word: 0..31 credits, signed; 32..51 places opened; 52..63 sparse pages, signed (a hint).
 Next to it, LATEST: the place that was opened last and its page, so that most tickets need not read
-the ring: 0..22 page; 23..42 place; below 0 for a pair.
+the ring: 0..22 page; 23..42 place; 43 set (0 in all: none, or a pair).
 Place: 0..22 page; 23..35 unused tickets; 36 PAIR; 38..50 lap.
 Page word: 0..15 out; 16..31 half of the slots; 32..37 class; 38..43 stripe; 44 SLAB.
 
@@ -39,6 +39,7 @@ LINES = tl.constexpr(512)
 LINE_STRIDE = tl.constexpr(16)
 LATEST = tl.constexpr(1)  # from a line word to the word beside it
 LATEST_SHIFT = tl.constexpr(23)
+IS_LATEST = tl.constexpr(1 << 43)
 RECORD_WORDS = tl.constexpr(68)
 PAGE_WORD = tl.constexpr(64)
 

@@ -22,6 +22,7 @@ from devalloc.kernels.pages import one_of
 
 from .layout import (
     CLASS_SHIFT,
+    IS_LATEST,
     LAP_SHIFT,
     LATEST,
     LATEST_SHIFT,
@@ -95,7 +96,8 @@ def take_tickets(heap, line, need):
 @triton.jit
 def latest_page(latest, place):
     """The page of ``place`` if it is the place that was opened last; else -1."""
-    same = (latest >= 0) & ((latest >> LATEST_SHIFT).to(tl.int32) == place)
+    same = (latest & IS_LATEST) != 0
+    same = same & (((latest >> LATEST_SHIFT) & LINE_MASK).to(tl.int32) == place)
     return tl.where(same, (latest & NO_PAGE).to(tl.int32), -1)
 
 
@@ -188,8 +190,8 @@ def open_places(heap, word, front, cls, slots, place, opens, nbytes):
     state = (lap_of(heap, place) << LAP_SHIFT) + (unused << UNUSED_SHIFT)
     state = state + tl.where(first >= 0, first, NO_PAGE) + tl.where(paired, PAIR, 0)
     tl.atomic_xchg(place_ptr(heap, index), state, mask=opens, sem="relaxed")
-    latest = (place.to(tl.int64) << LATEST_SHIFT) + first
-    latest = tl.where(paired | (first < 0), -1, latest)
+    latest = ((place & LINE_MASK).to(tl.int64) << LATEST_SHIFT) + first + IS_LATEST
+    latest = tl.where(paired | (first < 0), 0, latest)
     tl.atomic_xchg(line_ptr(heap, cls, stripe) + LATEST, latest, mask=opens, sem="relaxed")
     tl.atomic_add(line_ptr(heap, cls, stripe), unused + OPENED, mask=opens, sem="relaxed")
 
