@@ -43,7 +43,7 @@ class Kind:
     name: str
     mode: str
     policy: str = "torch"
-    front: str = "4GiB"
+    front: str | None = None
     rounds: int = 1000
 
 

@@ -139,7 +139,7 @@ class Arena(Owner):
         limit: int | str | float | None = None,
         *,
         share_streams: bool = False,
-        front: int | str = "4GiB",
+        front: int | str | None = None,
     ) -> Arena:
         """Make an arena that is PyTorch's CUDA allocator for the whole process, all threads.
 
@@ -147,10 +147,11 @@ class Arena(Owner):
         device is the current CUDA device. For a second device call it again. It cannot be undone,
         and the arena lives as long as the process.
 
-        Up to ``front`` bytes of blocks that PyTorch freed are kept in C and handed out again
-        without Python, for requests of about the same size on the same stream
-        (docs/host-cache.md). They go back to the policy before memory is taken from the source, and
-        whenever you look at or change the arena. 0 keeps none; then every allocation calls Python.
+        Blocks that PyTorch freed are kept in C and handed out again without Python, for requests of
+        about the same size on the same stream (docs/host-cache.md): ``front`` bytes of them at
+        most, or any amount. They go back to the policy before memory is taken from the source, as
+        long as large sizes are new, and whenever you look at or change the arena. 0 keeps none;
+        then every allocation calls Python.
 
         Every tensor is then a block of the arena: the policy decides, `stats`, `snapshot`, the
         limit and the history cover everything, and ``Tensor.record_stream`` and
@@ -176,7 +177,7 @@ class Arena(Owner):
 
         if not torch.cuda.is_available():
             raise InvalidArgument("no CUDA device is available: there is no allocator to replace")
-        front_bytes = size_option("front", front, 0)
+        front_bytes = None if front is None else size_option("front", front, 0)
         # Bad arguments are found first, without memory and CUDA: what follows cannot be undone.
         pluggable.require_unserved(cuda_place_of(device, source))
         trial = SimulatedSource()

@@ -46,6 +46,11 @@ if TYPE_CHECKING:
     from devalloc.sources import Source
 
 _MAX_PLANS = 1 << 16
+# Where blocks above this lie decides how much memory a program needs.
+_LARGE = 1 << 20
+# So many calls of the front without a new large size, or a want of memory: the program repeats
+# itself.
+_QUIET = 4096
 _WAIT_SLICE_S = 0.01
 _MAX_BYTES = 1 << 62
 
@@ -210,6 +215,8 @@ class Cache(Owner):
         self._front: Front | None = None
         self._front_on = False
         self._drained: list[FrontEntry] = []
+        self._front_calls = 0
+        self._changed_at = 0
         self.reuse = Reuse(self._store, self._settle)
         self._watch()
         forks.watch(self)
@@ -405,6 +412,8 @@ class Cache(Owner):
             self._watch()
         pools = self._still_there(routed)
         home = pools.pools[index].list_of(stream)
+        if rounded > _LARGE and self._front_calls - self._changed_at < _QUIET:
+            self._flush_front()  # so that the block is placed as if there were no front
         block = store.find(home, rounded, size, freed_before)
         if block is None:
             request = Request(size, rounded, index, stream, pools, freed_before)
@@ -425,6 +434,8 @@ class Cache(Owner):
             )
         size = self.policy.round(nbytes)
         plan = size, self.policy.pool_of(size)
+        if size > _LARGE:
+            self._changed_at = self._front_calls
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
         self._plans[nbytes] = plan
@@ -435,6 +446,7 @@ class Cache(Owner):
         for other threads' frees, and then raise the error."""
         store = self._store
         waiting = bool(store.pending)
+        self._changed_at = self._front_calls
         try:
             block = (
                 self._ask_holders(request)
@@ -839,6 +851,7 @@ class Cache(Owner):
         while self._drained:
             log, held, requests = self._drained[0]
             store.statistics.rows.extend(log)
+            self._front_calls += len(log) // 2
             log.clear()
             for address, nbytes in zip(requests[::2], requests[1::2], strict=True):
                 store.blocks[address].requested = nbytes

@@ -116,7 +116,7 @@ class Front:
         purpose: str,
         device: int,
         unit: int,
-        max_bytes: int = 4 << 30,
+        max_bytes: int = 1 << 62,
         max_blocks: int = _FRONT_BLOCKS,
     ) -> None:
         self._module = _MODULES[purpose]

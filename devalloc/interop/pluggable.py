@@ -150,15 +150,17 @@ def require_unserved(place: torch.device) -> None:
         raise InvalidArgument(f"an arena is installed for {place} already")
 
 
-def serve(cache: Cache, owner: object, front_bytes: int = 4 << 30) -> None:
+def serve(cache: Cache, owner: object, front_bytes: int | None = None) -> None:
     """Serve PyTorch's requests on the cache's device from the cache until the process ends.
 
-    ``owner`` is kept alive as long. ``front_bytes``: how much the front may hold; 0 for no front.
+    ``owner`` is kept alive as long. ``front_bytes``: how much the front may hold; None for any
+    amount, 0 for no front.
     """
     require_unserved(cache.source.device)
     index = cache.source.device.index
-    if front_bytes and not cache.policy.careful:
+    if front_bytes != 0 and not cache.policy.careful:
         functions()  # or the front has nothing to be a part of
-        cache.attach_front(bridge.Front("install", index, cache.policy.unit, front_bytes))
+        bounds = {} if front_bytes is None else {"max_bytes": front_bytes}
+        cache.attach_front(bridge.Front("install", index, cache.policy.unit, **bounds))
     _INSTALLED.owners.append(owner)
     _INSTALLED.caches[index] = cache
