@@ -70,8 +70,9 @@ class Front(Protocol):
     were held; and for each block whose request has changed its address and the requested bytes.
     """
 
-    def switch(self, on: bool, into: list[FrontEntry]) -> None:
-        """Give up everything that is held, and hold from now on, or no more."""
+    def switch(self, on: bool, into: list[FrontEntry], nbytes: int = ..., least: int = ...) -> None:
+        """Give up what is held, and hold from now on, or no more. With ``nbytes`` and ``least``
+        only blocks of at least ``least`` bytes, large ones first, until they have ``nbytes``."""
 
     def read_log(self, into: list[FrontEntry]) -> bool:
         """Take the rows that were logged. Returns whether the front must be emptied."""
@@ -417,9 +418,7 @@ class Cache(Owner):
         block = store.find(home, rounded, size, freed_before)
         if block is None:
             request = Request(size, rounded, index, stream, pools, freed_before)
-            if self._flush_front():
-                block = store.find_for(request)
-            block = block or self._find_elsewhere(request) or self._miss(request)
+            block = self._find_held(request) or self._find_elsewhere(request) or self._miss(request)
         store.history.allocated(block)
         return block
 
@@ -837,6 +836,19 @@ class Cache(Owner):
             return False
         self._front.switch(True, self._drained)
         return self._absorb()
+
+    def _find_held(self, request: Request) -> Block | None:
+        """A block from what the front gives up: large ones, as few as serve, or else everything."""
+        if not self._front_on or self._front is None:
+            return None
+        going = request.size > _LARGE
+        while going:
+            self._front.switch(True, self._drained, request.size, _LARGE)
+            going = self._absorb()
+            block = self._store.find_for(request) if going else None
+            if block is not None:
+                return block
+        return self._store.find_for(request) if self._flush_front() else None
 
     def _read_front(self) -> None:
         if self._front_on and self._front is not None and self._front.read_log(self._drained):

@@ -128,12 +128,14 @@ static unsigned long long integer(const void *address)
  * indices into `blocks` plus one; 0 is an empty place. Deleting moves later entries up, so nothing
  * dead stays in a table.
  *
- * So that a flush costs no more than what it brings back, the held blocks are also a list, and so are
- * those whose request is not the one that Python knows. */
+ * So that giving blocks up costs no more than what it brings back, the held blocks are also lists, by
+ * the log2 of their size, and so are those whose request is not the one that Python knows. What was
+ * held last is first in its list, and on top of its stack. */
 
 enum { MAX_DEVICES = 64, LOG_ROWS = 1 << 15 };
 enum { NONE = 0, LENT, HELD };
-enum { HELD_LIST, CHANGED_LIST, LISTS };
+enum { HELD_LISTS = 64, CHANGED_LIST = HELD_LISTS, LISTS };
+enum { OF_HELD, OF_CHANGED, LINKS }; /* a block is in one list of each kind at most */
 
 /* Rows as in devalloc/cache/statistics.py, whose test compares them. */
 enum { MALLOC = 2, FREE = 4, MALLOC_PART = 18, FREE_PART = 20 };
@@ -141,7 +143,7 @@ enum { MALLOC = 2, FREE = 4, MALLOC_PART = 18, FREE_PART = 20 };
 struct block {
     uint64_t address, stream, class_bytes, head, requested;
     uint32_t below; /* in its stack, or among the unused entries; index plus one */
-    uint32_t before[LISTS], after[LISTS];
+    uint32_t before[LINKS], after[LINKS];
     uint8_t state, part, changed, excluded;
 };
 
@@ -266,26 +268,39 @@ static uint32_t new_block(struct front *front)
     return index;
 }
 
+static int link_of(int list)
+{
+    return list == CHANGED_LIST ? OF_CHANGED : OF_HELD;
+}
+
 static void enter_list(struct front *front, int list, uint32_t index)
 {
+    int link = link_of(list);
     uint32_t after = front->first[list];
-    front->blocks[index - 1].before[list] = 0;
-    front->blocks[index - 1].after[list] = after;
+    front->blocks[index - 1].before[link] = 0;
+    front->blocks[index - 1].after[link] = after;
     if (after != 0)
-        front->blocks[after - 1].before[list] = index;
+        front->blocks[after - 1].before[link] = index;
     front->first[list] = index;
 }
 
 static void leave_list(struct front *front, int list, uint32_t index)
 {
-    uint32_t before = front->blocks[index - 1].before[list];
-    uint32_t after = front->blocks[index - 1].after[list];
+    int link = link_of(list);
+    uint32_t before = front->blocks[index - 1].before[link];
+    uint32_t after = front->blocks[index - 1].after[link];
     if (before != 0)
-        front->blocks[before - 1].after[list] = after;
+        front->blocks[before - 1].after[link] = after;
     else
         front->first[list] = after;
     if (after != 0)
-        front->blocks[after - 1].before[list] = before;
+        front->blocks[after - 1].before[link] = before;
+}
+
+/* Of a block that is held. */
+static int held_list(const struct block *block)
+{
+    return 63 - __builtin_clzll(block->class_bytes);
 }
 
 static void forget_change(struct front *front, uint32_t index)
@@ -315,6 +330,20 @@ static void write_row(struct front *front, const struct block *block, int code, 
     row[1] = block->requested;
 }
 
+/* Of the block on top of the stack of its class, which is at place `at`: it is not held any more. */
+static void take_top(struct front *front, uint64_t at)
+{
+    uint32_t index = front->by_class.places[at];
+    struct block *block = &front->blocks[index - 1];
+    if (block->below != 0)
+        front->by_class.places[at] = block->below;
+    else
+        delete_place(front, &front->by_class, at);
+    leave_list(front, held_list(block), index);
+    front->held_blocks--;
+    front->held_bytes -= block->class_bytes;
+}
+
 /* A held block for a request; NULL if there is none. */
 static void *take_held(struct front *front, uint64_t nbytes, uint64_t stream)
 {
@@ -326,20 +355,14 @@ static void *take_held(struct front *front, uint64_t nbytes, uint64_t stream)
     if (index == 0)
         return NULL;
     struct block *block = &front->blocks[index - 1];
-    if (block->below != 0)
-        front->by_class.places[at] = block->below;
-    else
-        delete_place(front, &front->by_class, at);
+    take_top(front, at);
     block->state = LENT;
-    leave_list(front, HELD_LIST, index);
     if (block->requested != nbytes && !block->changed) {
         enter_list(front, CHANGED_LIST, index);
         front->changed_blocks++;
         block->changed = 1;
     }
     block->requested = nbytes;
-    front->held_blocks--;
-    front->held_bytes -= block->class_bytes;
     write_row(front, block, MALLOC, MALLOC_PART);
     return (void *)(uintptr_t)block->address;
 }
@@ -355,7 +378,8 @@ static int hold(struct front *front, uint64_t address)
     struct block *block = &front->blocks[index - 1];
     if (block->state != LENT) /* freed twice: Python finds it here, and says so */
         return 0;
-    int may = front->on && !block->excluded && block->class_bytes <= front->max_bytes &&
+    int may = front->on && !block->excluded && block->class_bytes > 0 &&
+              block->class_bytes <= front->max_bytes &&
               front->rows < LOG_ROWS && reserve(front, &front->by_class);
     int fits = front->held_blocks < front->max_blocks &&
                front->held_bytes + block->class_bytes <= front->max_bytes;
@@ -370,7 +394,7 @@ static int hold(struct front *front, uint64_t address)
         front->by_class.used++;
     front->by_class.places[at] = index;
     block->state = HELD;
-    enter_list(front, HELD_LIST, index);
+    enter_list(front, held_list(block), index);
     front->held_blocks++;
     front->held_bytes += block->class_bytes;
     write_row(front, block, FREE, FREE_PART);
@@ -474,11 +498,13 @@ static void count_words(const struct front *front, size_t counts[3])
     counts[2] = 2 * front->changed_blocks;
 }
 
-/* Take everything out: rows; addresses held; (address, requested bytes) of blocks whose request has
- * changed. The arrays are large enough. */
-static void take_all(struct front *front, uint64_t *words[3])
+/* Take out: all rows; (address, requested bytes) of all blocks whose request has changed; addresses
+ * of held blocks, until they have `nbytes` in all or no block of at least `least` bytes is held, those
+ * of most bytes (by their log2) first. The arrays are large enough. */
+static void take_out(struct front *front, uint64_t nbytes, uint64_t least, uint64_t *words[3])
 {
     memcpy(words[0], front->log, 2 * sizeof(uint64_t) * front->rows);
+    words[0] += 2 * front->rows;
     front->rows = 0;
     while (front->first[CHANGED_LIST] != 0) {
         uint32_t index = front->first[CHANGED_LIST];
@@ -486,25 +512,29 @@ static void take_all(struct front *front, uint64_t *words[3])
         *words[2]++ = front->blocks[index - 1].requested;
         forget_change(front, index);
     }
-    while (front->first[HELD_LIST] != 0) {
-        uint32_t index = front->first[HELD_LIST];
-        *words[1]++ = front->blocks[index - 1].address;
-        leave_list(front, HELD_LIST, index);
-        forget_block(front, index);
+    uint64_t given = 0;
+    for (int list = HELD_LISTS - 1; list >= 0 && (uint64_t)1 << list >= least; list--) {
+        uint32_t index;
+        while (given < nbytes && (index = front->first[list]) != 0) {
+            struct block *block = &front->blocks[index - 1];
+            *words[1]++ = block->address;
+            given += block->class_bytes;
+            take_top(front, place_of_class(front, block->class_bytes, block->stream));
+            forget_block(front, index);
+        }
     }
-    if (front->by_class.places != NULL)
-        memset(front->by_class.places, 0, (front->by_class.mask + 1) * sizeof(uint32_t));
-    front->by_class.used = 0;
-    front->held_blocks = front->held_bytes = 0;
-    front->full = 0;
+    if (front->held_blocks == 0)
+        front->full = 0;
 }
 
 static PyObject *front_switch(PyObject *module, PyObject *arguments)
 {
     (void)module;
     int device, on;
+    unsigned long long nbytes, least;
     PyObject *into;
-    if (!PyArg_ParseTuple(arguments, "ipO!:front_switch", &device, &on, &PyList_Type, &into))
+    if (!PyArg_ParseTuple(arguments, "ipKKO!:front_switch", &device, &on, &nbytes, &least,
+                          &PyList_Type, &into))
         return NULL;
     struct front *front = front_argument(device);
     if (front == NULL)
@@ -520,7 +550,9 @@ static PyObject *front_switch(PyObject *module, PyObject *arguments)
             enough &= words[at] != NULL && counts[at] <= room[at];
         if (enough) {
             uint64_t *ends[3] = {words[0], words[1], words[2]};
-            take_all(front, ends);
+            take_out(front, nbytes, least, ends);
+            for (int at = 0; at < 3; at++)
+                counts[at] = (size_t)(ends[at] - words[at]);
             front->on = on;
         }
         pthread_mutex_unlock(&front->mutex);
@@ -744,8 +776,9 @@ static PyMethodDef methods[] = {
     {"front_open", front_open, METH_VARARGS,
      "front_open(device, unit, max_bytes, max_blocks): set the front of a device up. It is off."},
     {"front_switch", front_switch, METH_VARARGS,
-     "front_switch(device, on, into): give up what is held, and hold from now on or no more; append "
-     "(words of rows, addresses, (address, bytes) of changed requests) to the list."},
+     "front_switch(device, on, nbytes, least, into): give up held blocks of at least `least` bytes, "
+     "large ones first, until they have `nbytes` in all; hold from now on or no more; append (words of "
+     "rows, addresses, (address, bytes) of changed requests) to the list."},
     {"front_read_log", front_read_log, METH_VARARGS,
      "front_read_log(device, into): append (words of rows, [], []) if there are any; whether blocks "
      "were refused because the bounds are reached."},

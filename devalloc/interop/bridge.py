@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from devalloc.cache.cache import FrontEntry
 
 _FRONT_BLOCKS = 8192
+_ALL = 1 << 62
 _MODULES: dict[str, ModuleType] = {}
 
 
@@ -116,15 +117,15 @@ class Front:
         purpose: str,
         device: int,
         unit: int,
-        max_bytes: int = 1 << 62,
+        max_bytes: int = _ALL,
         max_blocks: int = _FRONT_BLOCKS,
     ) -> None:
         self._module = _MODULES[purpose]
         self._device = device
         self._module.front_open(device, unit, max_bytes, max_blocks)
 
-    def switch(self, on: bool, into: list[FrontEntry]) -> None:
-        self._module.front_switch(self._device, on, into)
+    def switch(self, on: bool, into: list[FrontEntry], nbytes: int = _ALL, least: int = 0) -> None:
+        self._module.front_switch(self._device, on, nbytes, least, into)
 
     def read_log(self, into: list[FrontEntry]) -> bool:
         return self._module.front_read_log(self._device, into)

@@ -631,3 +631,74 @@ def test_on_the_gpu_the_front_keeps_every_promise(policy: str) -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.stdout == "sound\n", done.stderr
+
+
+def step(length: int, layers: int = 6) -> Iterator[tuple[str, str, int]]:
+    """What a training step of a sequence of this length asks for: (malloc or free, name, bytes)."""
+    wide = 16 * KIB * length
+    for layer in range(layers):
+        yield "malloc", f"kept {layer}", wide
+        yield "malloc", f"scores {layer}", 64 * length * length
+        yield "malloc", "temporary", 4 * wide
+        yield "malloc", f"inner {layer}", 4 * wide
+        yield "free", "temporary", 4 * wide
+        yield "malloc", f"mask {layer}", KIB * length
+    for layer in reversed(range(layers)):
+        yield "malloc", "gradient", 4 * wide
+        yield "free", f"inner {layer}", 4 * wide
+        yield "malloc", "of scores", 64 * length * length
+        yield "free", f"scores {layer}", 64 * length * length
+        yield "free", "of scores", 64 * length * length
+        yield "free", f"mask {layer}", KIB * length
+        yield "free", f"kept {layer}", wide
+        yield "free", "gradient", 4 * wide
+
+
+def train(process: Process, lengths: list[int]) -> None:
+    blocks: dict[str, int] = {}
+    for length in lengths:
+        for what, name, nbytes in step(length):
+            if what == "malloc":
+                blocks[name] = process.malloc(nbytes)
+            else:
+                process.free(blocks.pop(name), nbytes)
+
+
+@pytest.mark.parametrize("policy", ["torch", "frugal"])
+def test_the_front_costs_no_memory_while_a_program_changes(
+    make: Callable[..., Process], policy: str
+) -> None:
+    draw = random.Random(4)
+    lengths = [draw.randint(64, 900) for _ in range(40)]
+    peaks, entered = [], []
+    for process in (make(policy), make(policy, max_bytes=0)):
+        train(process, lengths)
+        # Then it repeats itself, and is served from the front.
+        train(process, [512] * 150)
+        before = process.entered
+        train(process, [512] * 10)
+        entered.append(process.entered - before)
+        peaks.append(process.cache.stats()["reserved_bytes.all.peak"])
+    assert entered == [0, 10 * len(list(step(512)))]
+    assert peaks[0] <= 1.02 * peaks[1]
+
+
+def test_a_want_of_large_blocks_leaves_small_ones_in_the_front(
+    make: Callable[..., Process],
+) -> None:
+    process = make("torch", capacity=40 * MIB)
+    for nbytes in (12 * MIB, 16 * MIB, 24 * MIB):  # no new sizes any more
+        process.free(process.malloc(nbytes), nbytes)
+        process.cache.empty_cache()
+    blocks = [(process.malloc(nbytes), nbytes) for nbytes in (KIB, 12 * MIB, 24 * MIB)]
+    for address, nbytes in blocks:
+        process.free(address, nbytes)
+    for _ in range(3000):  # so many calls that the program repeats itself
+        process.free(process.malloc(KIB), KIB)
+    assert process.held() == 3
+    entered = process.entered
+    process.free(process.malloc(16 * MIB), 16 * MIB)
+    assert process.entered == entered + 1
+    for nbytes in (KIB, 12 * MIB):
+        process.free(process.malloc(nbytes), nbytes)
+    assert process.entered == entered + 1, "what the request did not need is still there"
