@@ -31,6 +31,19 @@ def sizes_of(shape: object) -> tuple[int, ...]:
     return sizes
 
 
+def index_or_list(values: Any) -> int | list[int]:
+    """One integer, or a list of integers of a sequence of them; TypeError for anything else."""
+    if hasattr(values, "__index__"):
+        return operator.index(values)
+    return [operator.index(value) for value in values]
+
+
+def require_dtype(dtype: object) -> None:
+    """Refuse what is not a torch.dtype."""
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidArgument(f"a dtype is one of torch's, such as torch.int8, not {quote(dtype)}")
+
+
 def known_device(device: Any) -> torch.device:
     """The torch.device of any of PyTorch's notations; InvalidArgument if there is no such one."""
     try:

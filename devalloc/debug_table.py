@@ -18,6 +18,7 @@ from devalloc.errors import (
     DoubleFree,
     InvalidArgument,
     InvalidFree,
+    InvalidPointer,
     Overflow,
     UseAfterFree,
 )
@@ -37,12 +38,13 @@ _CELLS = table.PAGE_CELLS.value
 _NEIGHBOUR_BYTES = 64
 # Blocks are wide in the interpreter, where a program costs the same whatever its width.
 _AUDIT_CELLS = 1024 if INTERPRETED else 128
-_FINDERS = ("free", "malloc", "realloc", "audit")
+_FINDERS = ("free", "malloc", "realloc", "audit", "pointer", "gather", "scatter")
 _KINDS: dict[int, type[DevallocError]] = {
     layout.E_DOUBLE_FREE.value: DoubleFree,
     layout.E_INVALID_FREE.value: InvalidFree,
     table.E_OVERFLOW.value: Overflow,
     table.E_USE_AFTER_FREE.value: UseAfterFree,
+    layout.E_INVALID_POINTER.value: InvalidPointer,
 }
 
 
@@ -53,17 +55,19 @@ class Fault:
     Attributes
     ----------
     kind : type
-        `DoubleFree`, `InvalidFree`, `OutOfMemory` or `InvalidArgument`; in a debug heap also
-        `Overflow` or `UseAfterFree`.
+        `DoubleFree`, `InvalidFree`, `OutOfMemory`, `InvalidArgument` or `InvalidPointer`; in a
+        debug heap also `Overflow` or `UseAfterFree`.
     address : int
-        The lowest byte that was written, or the address that was freed; 0 for a failed malloc.
+        The lowest byte that was written, or the address that was freed or wanted; 0 for a failed
+        malloc.
     block, size : int
         First byte and requested bytes of the block concerned; 0 where they are not known. For a
         failed malloc ``size`` is the bytes that were asked for.
     tag : str
         The tag of the block's owner, a name or a number; empty if there is none.
     found_by : str
-        "free", "malloc", "realloc" or "audit".
+        "free", "malloc", "realloc", "audit", "pointer", "gather" or "scatter"; an ordinary heap
+        does not tell the last two apart.
     program : int
         The program of the launch that found the error, which may not be the one that made it.
     message : str
@@ -204,6 +208,21 @@ class DebugTable:
                 f"invalid free of {at:#x} ({place}) in program {program}: no block begins "
                 f"there{self._inside(at, tags)}; free exactly what malloc returned"
             )
+        elif error is InvalidPointer:
+            text = f"invalid pointer to {at:#x} ({place}); {found}: "
+            left = block + size - at
+            if at == 0:
+                text += "malloc gave no memory; mask with addr != 0"
+            elif not block:
+                text += "no block lives there"
+            elif not word >> table.LIVE_SHIFT.value & 15:
+                text += f"the {owner}, allocated {age:.3g} s ago) was freed"
+            elif at == block:
+                text += f"the {owner}) is too small"
+            elif left > 0:
+                text += f"of the {owner}) only {_count(left)} are left there"
+            else:
+                text += f"it is {_behind(-left)} the end of the {owner})"
         elif error is UseAfterFree:
             text = (
                 f"use after free: the byte at {at:#x} ({place}) was written after it was freed, "

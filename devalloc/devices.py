@@ -8,10 +8,14 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from devalloc.arguments import known_device
 from devalloc.errors import InvalidArgument
+from devalloc.interpreted import install
 from devalloc.kernels import upkeep
 
 INTERPRETED = isinstance(upkeep.malloc_kernel, InterpretedFunction)
 """Whether the kernels run in Triton's interpreter."""
+
+if INTERPRETED:
+    install()
 
 
 def on_device(device: torch.device) -> torch.cuda.device:

@@ -27,6 +27,10 @@ class InvalidFree(InvalidFreeError):
     """No allocation can start at the address: it is foreign, misaligned, or inside a block."""
 
 
+class InvalidPointer(DevallocError):
+    """A program wanted memory at an address where no block lives, or more than the block has."""
+
+
 class InvalidWriteError(DevallocError):
     """A program wrote to memory that it did not own. Only a debug heap notices."""
 

@@ -13,7 +13,8 @@ from types import TracebackType
 import torch
 
 from devalloc import heap_state
-from devalloc.arguments import sizes_of
+from devalloc import rows as host_rows
+from devalloc.arguments import index_or_list, require_dtype, sizes_of
 from devalloc.debug_table import DebugTable, Fault, Tags, largest_request
 from devalloc.devices import INTERPRETED, on_device, resolve_device
 from devalloc.errors import (
@@ -22,13 +23,14 @@ from devalloc.errors import (
     InvalidArgument,
     InvalidFree,
     InvalidFreeError,
+    InvalidPointer,
     LeakWarning,
     OutOfMemory,
     Overflow,
     UseAfterFree,
 )
 from devalloc.heap_state import Geometry, Snapshot, State, Stats
-from devalloc.kernels import debug_upkeep, layout, upkeep
+from devalloc.kernels import debug_upkeep, layout, rows, upkeep
 from devalloc.leaks import LeakReport
 from devalloc.owner import Owner
 from devalloc.sizes import PAGE_BYTES, format_size, parse_size
@@ -47,6 +49,7 @@ _KINDS: tuple[tuple[type[DevallocError], str], ...] = (
     (InvalidArgument, "invalid argument"),
     (Overflow, "overflow"),
     (UseAfterFree, "use after free"),
+    (InvalidPointer, "invalid pointer"),
 )
 
 
@@ -322,6 +325,8 @@ class Heap(Owner):
         error = _KINDS[kind][0]
         text = self._describe(error, address, size, program)
         finder = "free" if issubclass(error, InvalidFreeError) else "malloc"
+        if error is InvalidPointer or address == layout.IN_ROWS.value:
+            finder = "gather or scatter"
         return Fault(error, address, 0, size, "", finder, program, text)
 
     def _describe(self, error: type[DevallocError], address: int, size: int, program: int) -> str:
@@ -348,6 +353,18 @@ class Heap(Owner):
             if size > self.capacity:
                 text += f": the whole heap has {format_size(self.capacity)}"
             return text
+        if error is InvalidPointer:
+            what = f"gather or scatter of {size} bytes at {address:#x} ({place}) {where}"
+            if address == 0:
+                return f"{what}: malloc gave no memory there; give such rows the length 0"
+            return (
+                f"{what}: no block of so many bytes lives there; it was freed, never allocated, or "
+                "is smaller"
+            )
+        if address == layout.IN_ROWS.value:
+            if size < 0:
+                return f"a row of {size} elements {where}: offsets of rows never decrease"
+            return f"gather or scatter {where}: the values have no room for {size} elements"
         return f"malloc of {size} bytes {where}: a size cannot be negative"
 
     def clear_errors(self) -> None:
@@ -404,13 +421,13 @@ class Heap(Owner):
 
     # Using ------------------------------------------------------------------------------------
 
-    def malloc(self, sizes: torch.Tensor | Sequence[int], tag: int | str = 0) -> torch.Tensor:
+    def malloc(self, sizes: torch.Tensor | Sequence[int] | int, tag: int | str = 0) -> torch.Tensor:
         """Allocate one block per element of ``sizes``, in one launch on the current stream.
 
         Parameters
         ----------
-        sizes : int64 tensor on the heap's device, any shape, or a sequence of ints
-            Bytes of each block.
+        sizes : int, sequence of ints, or int64 tensor of any shape on the heap's device
+            Bytes of each block. An int is one block, and gives a tensor without dimensions.
         tag : int or str
             The owner of the blocks, for a debug heap: a name, a number from 1 to 255, or a number
             that `tag` returned. 0 is no tag.
@@ -430,14 +447,14 @@ class Heap(Owner):
             self._launch(debug_upkeep.malloc_tagged_kernel, sizes, addrs, tag=number)
         return addrs
 
-    def free(self, addrs: torch.Tensor | Sequence[int]) -> None:
+    def free(self, addrs: torch.Tensor | Sequence[int] | int) -> None:
         """Free blocks by address (zeros are ignored), in one launch on the current stream.
 
         Wrong addresses change nothing and are recorded: see `check`. Does not synchronise.
         """
         self._launch(upkeep.free_kernel, self._requests(addrs, "addrs"))
 
-    def usable_size(self, addrs: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    def usable_size(self, addrs: torch.Tensor | Sequence[int] | int) -> torch.Tensor:
         """Usable bytes of each block, 0 where none lives. One launch; does not synchronise."""
         addrs = self._requests(addrs, "addrs")
         sizes = torch.empty_like(addrs)
@@ -453,6 +470,9 @@ class Heap(Owner):
         The tensor does not own the allocation: free the address when you no longer use the
         tensor. The tensor does keep the heap's memory as a whole from being given back.
 
+        A tensor without elements needs no allocation: any address will do, also the 0 that malloc
+        gave for 0 bytes, and nothing is waited for.
+
         Raises
         ------
         InvalidArgument
@@ -460,19 +480,21 @@ class Heap(Owner):
             address, a shape or a type.
         """
         dims = sizes_of(shape)
-        if not isinstance(dtype, torch.dtype):
-            raise InvalidArgument(f"a dtype is one of torch's, such as torch.int8, not {dtype!r}")
+        require_dtype(dtype)
         nbytes = math.prod(dims) * dtype.itemsize
         try:
             address = operator.index(addr)
         except TypeError:
             raise InvalidArgument(f"an address is one integer, not {addr!r}") from None
+        self._require_open()
+        if nbytes == 0:
+            return torch.empty(dims, dtype=dtype, device=self.device)
         if address == 0:
             raise InvalidArgument(
                 "nothing is allocated at address 0: malloc gave no memory; Heap.check says why"
             )
         usable = int(self.usable_size([address])[0])
-        if usable == 0 or nbytes > usable:
+        if nbytes > usable:
             raise InvalidArgument(
                 f"a {dtype} tensor of shape {dims} has {nbytes} bytes; "
                 + (f"the block at {address:#x} has {usable}" if usable else
@@ -481,6 +503,92 @@ class Heap(Owner):
         assert self._data is not None
         view = self._data.view(address - self._data.address, nbytes)
         return view.view(dtype).view(dims)
+
+    def gather(
+        self,
+        addrs: torch.Tensor | Sequence[int],
+        lengths: torch.Tensor | Sequence[int],
+        dtype: torch.dtype,
+        total: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy many blocks into one tensor, end to end: rows of any lengths, as in torch.nested.
+
+        Parameters
+        ----------
+        addrs : int64 tensor on the heap's device, any shape, or a sequence of ints
+            The blocks, as malloc returned them.
+        lengths : tensor of integers of the shape of ``addrs``, or a sequence of ints
+            How many elements of each block to copy, from its start. Where it is 0 the address may
+            be anything. On the CPU, or on the heap's device.
+        dtype : torch.dtype
+            What the blocks hold.
+        total : int, optional
+            How many elements ``values`` has; the sum of the lengths, or more, and then nothing is
+            said of the rest. Needed only to avoid waiting.
+
+        Returns
+        -------
+        values : tensor of ``dtype``, shape (total,)
+        offsets : int64 tensor, shape (n + 1,)
+            Row i is ``values[offsets[i] : offsets[i + 1]]``, and
+            ``torch.nested.nested_tensor_from_jagged(values, offsets)`` has these rows.
+
+        Raises
+        ------
+        InvalidArgument
+            For other arguments, and, if the lengths are on the CPU, if one is negative or ``total``
+            is less than their sum.
+
+        Notes
+        -----
+        One launch on the current stream, after a prefix sum. If the lengths are on the CPU, or with
+        ``total``, nothing is waited for; otherwise the call waits for the lengths. Recorded (see
+        `check`) are as InvalidPointer blocks that are not live or smaller than their row, which
+        becomes zeros; and as InvalidArgument, for lengths on a device, negative ones (``values`` is
+        worth nothing then), and a ``total`` that is too small (what has no room is left out).
+        """
+        known = host_rows.known_total(total)
+        require_dtype(dtype)
+        addrs = self._requests(addrs, "addrs")
+        counts = host_rows.lengths_of(lengths, addrs.shape, self.device)
+        if counts.device.type == "cpu":
+            offsets = host_rows.offsets_on_host(counts)
+            known = host_rows.total_of(known, int(offsets[-1]))
+            offsets = self._upload(offsets)
+        else:
+            offsets = host_rows.offsets_of(counts)
+            if known is None:
+                known = max(0, int(offsets[-1]))
+        values = torch.empty(known, dtype=dtype, device=self.device)
+        self._move_rows(rows.gather_kernel, addrs, offsets, values)
+        return values, offsets
+
+    def scatter(
+        self,
+        values: torch.Tensor,
+        offsets: torch.Tensor,
+        addrs: torch.Tensor | Sequence[int],
+    ) -> None:
+        """Copy rows of one tensor into blocks: the way back from `gather`.
+
+        Parameters
+        ----------
+        values : tensor on the heap's device, shape (total,)
+        offsets : int64 tensor on the heap's device, shape (n + 1,)
+            Row i is ``values[offsets[i] : offsets[i + 1]]``.
+        addrs : int64 tensor on the heap's device, any shape, or a sequence of ints
+            The n blocks, as malloc returned them; anything for rows without elements.
+
+        Notes
+        -----
+        One launch on the current stream; waits for nothing. Rows whose blocks are not live or too
+        small are left out, and recorded as in `gather`; so are offsets that do not grow, or end
+        behind the values.
+        """
+        addrs = self._requests(addrs, "addrs")
+        host_rows.check_values(values, offsets, addrs.numel(), self.device)
+        values = values.detach().resolve_conj().resolve_neg().contiguous()
+        self._move_rows(rows.scatter_kernel, addrs, offsets.contiguous(), values)
 
     def reset(self) -> None:
         """Free everything and forget errors and counts. Waits for the device.
@@ -504,16 +612,15 @@ class Heap(Owner):
         with on_device(self.device):
             upkeep.trim_kernel[grid](self._handle, batches, num_warps=1)
 
-    def _requests(self, values: torch.Tensor | Sequence[int], name: str) -> torch.Tensor:
+    def _requests(self, values: torch.Tensor | Sequence[int] | int, name: str) -> torch.Tensor:
         self._require_open()
         if not isinstance(values, torch.Tensor):
             try:
-                numbers = [operator.index(value) for value in values]
-                return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.device)
+                numbers = index_or_list(values)
+                return self._upload(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 raise InvalidArgument(
-                    f"{name} must be a list of 64-bit integers, also for one block, or an int64 "
-                    f"tensor: {error}"
+                    f"{name} must be a 64-bit integer, a list of them, or an int64 tensor: {error}"
                 ) from error
         if values.dtype != torch.int64 or values.device != self.device:
             raise InvalidArgument(
@@ -521,6 +628,23 @@ class Heap(Owner):
                 f"{values.device}"
             )
         return values.contiguous()
+
+    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the CPU on the heap's device, for the current stream, without waiting."""
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _move_rows(
+        self, kernel: object, addrs: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        if addrs.numel():
+            units, each = host_rows.as_units(values)
+            with on_device(self.device):
+                kernel[host_rows.grid_of(units.numel())](  # type: ignore[index]
+                    self._argument, addrs, offsets, units, addrs.numel(), values.numel(),
+                    UNIT=each, SPAN=host_rows.SPAN, LANES=host_rows.LANES, num_warps=1,
+                )  # fmt: skip
 
     def _launch(self, kernel: object, *tensors: torch.Tensor, **more: int) -> None:
         n = tensors[0].numel()

@@ -38,6 +38,14 @@ class ClassStats:
     pages: int
     allocations: int
 
+    @property
+    def bytes(self) -> int:
+        """Of the live slots."""
+        return self.size * self.live
+
+
+_PRINTED_CLASSES = 6
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -48,7 +56,7 @@ class Stats:
     pages and free slots; ``largest_free`` is the largest request that would succeed now. ``peak``
     is the most bytes that were ever in pages taken from the page level, partly used pages included.
     ``allocations``, ``frees`` and ``failures`` count calls, and like ``peak`` they begin when the
-    heap is made or reset.
+    heap is made or reset. ``print`` shows all this in a few lines.
     """
 
     capacity: int
@@ -60,6 +68,24 @@ class Stats:
     frees: int
     failures: int
     per_class: tuple[ClassStats, ...]
+
+    def __str__(self) -> str:
+        live = self.allocations - self.frees
+        lines = [
+            f"{format_size(self.used)} of {format_size(self.capacity)} used "
+            f"({self.used / self.capacity:.1%}), peak {format_size(self.peak)}; largest request "
+            f"that would succeed: {format_size(self.largest_free)}",
+            f"{live:,} blocks live ({self.allocations:,} allocated, {self.frees:,} freed); "
+            f"{self.failures:,} requests failed",
+        ]
+        rows = sorted((row for row in self.per_class if row.live), key=lambda row: -row.bytes)
+        for row in rows[:_PRINTED_CLASSES]:
+            lines.append(f"  {row.live:>11,} x {format_size(row.size)}")
+        if rest := sum(row.live for row in rows[_PRINTED_CLASSES:]):
+            lines.append(f"  {rest:>11,} of {len(rows) - _PRINTED_CLASSES} other sizes")
+        if large := live - sum(row.live for row in rows):
+            lines.append(f"  {large:>11,} larger than {format_size(CLASS_SIZES[-1])}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -177,7 +203,7 @@ class Geometry:
         fields = [0] * 12
         for field, number in numbers.items():
             fields[field.value] = number
-        return [layout.MAGIC, base] + [
+        return [layout.MAGIC.value, base] + [
             low + (high << 32) for low, high in zip(fields[::2], fields[1::2], strict=True)
         ]
 

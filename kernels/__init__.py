@@ -11,10 +11,11 @@ Layers, from the bottom: ``bits`` (words of bits), ``layout`` (where everything 
 ``detached`` (slabs that are drawn from), ``batches`` (pages for the stripes of size classes),
 ``slabs`` (finding slots when there are no tickets), ``heap`` (malloc and free); for debug heaps
 ``table`` (what is known of every block), ``guards`` (guard bytes and poison), ``debug`` (malloc and
-free with both); ``api`` (what a kernel calls), ``upkeep`` and ``debug_upkeep`` (what the host
-launches). Where to begin: kernels/README.md. The protocol and why it is correct: docs/design.md.
+free with both); ``pointers`` (is there a block behind an address), ``api`` (what a kernel calls),
+``upkeep``, ``debug_upkeep`` and ``rows`` (what the host launches). Where to begin:
+kernels/README.md. The protocol and why it is correct: docs/design.md.
 """
 
-from .api import free, malloc, realloc, usable_size, zeros
+from .api import free, malloc, pointer, realloc, usable_size, zeros
 
-__all__ = ["free", "malloc", "realloc", "usable_size", "zeros"]
+__all__ = ["free", "malloc", "pointer", "realloc", "usable_size", "zeros"]

@@ -1,4 +1,4 @@
-"""What a kernel calls: malloc, free, usable_size, zeros, realloc.
+"""What a kernel calls: malloc, free, usable_size, zeros, realloc, pointer.
 
 Each function is compiled either for an ordinary heap or for a debug heap, never for both: the
 handle of a debug heap is a pointer of another type (``table.is_debug``), so the choice is made
@@ -16,8 +16,11 @@ from .debug import (
 )
 from .heap import free_any, malloc_any, usable_any
 from .lanes import is_block
+from .layout import MAGIC, load_immutable, program_index
 from .payload import copy, fill_zero
+from .pointers import raise_unsound, sound_or_aside
 from .table import control_block, is_debug
+from .target import has_ptx, is_interpreted, tell_host
 
 
 @triton.constexpr_function
@@ -54,6 +57,63 @@ def as_long_as(x, model):
     return len(shape) == 0 or shape == wanted
 
 
+@triton.constexpr_function
+def is_element(dtype):
+    """Whether an argument is a type that a pointer can point to."""
+    dtype = getattr(dtype, "value", dtype)  # of a constexpr
+    if not isinstance(dtype, tl.dtype) or dtype.is_block():
+        return False
+    return dtype.is_ptr() or dtype.primitive_bitwidth > 0
+
+
+@triton.constexpr_function
+def element_bytes(dtype):
+    """What an element of a type takes in memory."""
+    return 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
+
+
+@triton.constexpr_function
+def axes(x):
+    return len(getattr(x, "shape", ()))
+
+
+@triton.constexpr_function
+def same_shape(x, y):
+    first, second = ([int(n) for n in getattr(z, "shape", ())] for z in (x, y))
+    return first == second
+
+
+@triton.constexpr_function
+def is_checked(heap):
+    """Whether the functions look at what they are given more closely than an ordinary heap's may
+    on a device: in a debug heap, and in the interpreter."""
+    return heap.dtype.element_ty == tl.uint64 or triton.knobs.runtime.interpret
+
+
+@triton.jit(noinline=True)
+def warn_of_handle(word):
+    """Say on the console that a kernel has the wrong heap argument. int64 scalar, and returned;
+    program 0 prints, each of its threads a line."""
+    if program_index() == 0:
+        tl.device_print("devalloc: the heap argument of this kernel is no Heap.handle; first word",
+                        word, hex=True)  # fmt: skip
+    return word
+
+
+@triton.jit
+def of_heap(heap, active):
+    """The active lanes; none if the handle does not point to the state of a heap. Then the
+    interpreter raises, and a CUDA device prints: there is no heap to record it in."""
+    word = load_immutable(control_block(heap), 0)
+    if word != MAGIC:
+        if is_interpreted():
+            tell_host("handle", word)
+        elif has_ptx():
+            warn_of_handle(word)
+    # (Not `active & ...`: the interpreter would keep that as integers.)
+    return tl.where(word == MAGIC, active.to(tl.int32), 0) != 0
+
+
 @triton.jit
 def as_request(heap, x, mask):
     """``(values, active)``: int64 values in the shape of the request, scalar or 1-D block, and
@@ -73,6 +133,8 @@ def as_request(heap, x, mask):
         # (Not `active & mask`: the interpreter would keep that as integers.)
         active = tl.where(mask, values * 0 + 1, 0) != 0
         values = values + active.to(tl.int64) * 0
+    if is_checked(heap):
+        active = of_heap(heap, active)
     return values, active
 
 
@@ -189,3 +251,68 @@ def realloc_any(heap, addr, nbytes, active):
     copy(addr, new, tl.where(new != 0, tl.minimum(have, nbytes), 0))
     free_any(heap, addr, active & ((new != 0) | (nbytes == 0) | (known == 0)))
     return tl.where(stays, addr, new)
+
+
+@triton.jit
+def pointer(heap, addr, dtype: tl.constexpr, mask=None):
+    """Make pointers of addresses, and check them where that may cost something.
+
+    Parameters
+    ----------
+    heap : pointer
+        ``Heap.handle``.
+    addr : int64 scalar, or block of any shape
+        Addresses in blocks of the heap: what malloc returned, or further inside.
+    dtype : tl.dtype
+        What is there, such as ``tl.float32``.
+    mask : bool, optional
+        Lanes that will access their element; broadcasts to ``addr``. Others are not checked.
+
+    Returns
+    -------
+    Pointers to ``dtype`` of the shape of ``addr``. Only the element at each address is checked:
+    nothing is known of those at ``ptr + i``, while ``pointer(heap, addr + 4 * i, ...)`` checks
+    each.
+
+    Notes
+    -----
+    An ordinary heap on a device: the cast ``addr.to(tl.pointer_type(dtype))`` and no instruction
+    more. (For torch.compile the call writes to the heap, so a kernel that stores through the
+    pointers is not taken for one without effect.)
+
+    A debug heap: an element that does not lie in a live block, in the bytes that were asked for, is
+    recorded as InvalidPointer, with what became of the block; the lane's pointer then leads to
+    memory that nobody uses. So the kernel goes on, and `Heap.check` raises. Four reads of the
+    table's words.
+
+    In Triton's interpreter, on an ordinary heap: the first such element raises at once, with the
+    line of the kernel.
+    """
+    tl.static_assert(is_handle(heap), "the heap of a kernel is Heap.handle, passed as an argument")
+    tl.static_assert(is_integer(addr), "addresses are integers: cast with .to(tl.int64)")
+    tl.static_assert(is_element(dtype), "pointer: a type is one such as tl.float32")
+    tl.static_assert(is_flag(mask), "a mask is of bool: compare integers with != 0")
+    if is_block(addr):
+        values = addr.to(tl.int64)
+    else:
+        values = (tl.full((), 0, tl.int64) + addr).to(tl.int64)
+    active = values == values
+    if mask is not None:
+        active = tl.where(mask, values * 0 + 1, 0) != 0
+    tl.static_assert(same_shape(active, values), "pointer: a mask broadcasts to the addresses")
+    if is_checked(heap):
+        active = of_heap(heap, active)
+        if axes(values) > 1:
+            values = tl.ravel(values)
+            active = tl.ravel(active)
+        if is_debug(heap):
+            values = sound_or_aside(heap, values, element_bytes(dtype), active)
+        else:
+            raise_unsound(heap, values, element_bytes(dtype), active)
+        if axes(addr) > 1:
+            values = tl.reshape(values, addr.shape)
+    else:
+        # A store by no lane, which compilers take away, but not before torch.compile has seen it.
+        ptr = heap + tl.zeros((1,), tl.int32)
+        tl.store(ptr, tl.zeros((1,), heap.dtype.element_ty), mask=tl.zeros((1,), tl.int1))
+    return values.to(tl.pointer_type(dtype))

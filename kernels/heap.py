@@ -65,6 +65,7 @@ from .layout import (
 )
 from .live import claim_any, claim_tickets, clear, heard, live_bit, ticket_slot
 from .pages import count_taken, release_run
+from .payload import as_column
 from .record import record_error
 from .shelf import announce_put, put_on_shelf, take_shelved
 from .slabs import DRY_PAGES, POLLS, WHOLE_PAGES, await_slots, find_run, find_slots, is_drawing
@@ -453,6 +454,32 @@ def free_run(heap, page, n):
 
 
 # usable_size ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def block_start(heap, addr, active):
+    """Where a block that the address lies in would begin: at a slot, or at a run. The base of the
+    heap for addresses that are not the heap's, and in inactive lanes. (For the interpreter: a
+    search, of 64 pages at a time, for the first page of a run.)"""
+    inside, page, granule = locate(heap, addr & -16, active)
+    state = atomic_load(page_word_ptr(heap, page), inside)
+    size = class_bytes(page_class(state))
+    slab = is_slab(state)
+    first = tl.where(slab, divide(granule << 4, size) * (size >> 4), 0)
+    head = page
+    # Behind the first page of a run the page words are empty.
+    seeks = inside & ((slab | is_run(state)) == 0)
+    back = tl.arange(0, 64)[None, :] + 1
+    while any_lane(seeks):
+        before = as_column(head) - back
+        there = (as_column(seeks.to(tl.int32)) != 0) & (before >= 0)
+        words = atomic_load(page_word_ptr(heap, tl.maximum(before, 0)), there)
+        found = tl.max(tl.where(words != 0, before, -1), axis=1)
+        if is_block(head) == 0:
+            found = tl.max(found, axis=0)
+        head = tl.where(seeks, tl.where(found >= 0, found, tl.maximum(head - 64, 0)), head)
+        seeks = seeks & (found < 0) & (head > 0)
+    return address_of(load_base(heap), head, first)
 
 
 @triton.jit

@@ -53,7 +53,7 @@ import triton.language as tl
 from .bits import divide, floor_log2
 from .target import has_ptx
 
-MAGIC = 0x0DE7A110C0000001
+MAGIC = tl.constexpr(0x0DE7A110C0000001)
 
 PAGE_LOG2 = tl.constexpr(16)
 PAGE_BYTES = tl.constexpr(1 << 16)
@@ -105,6 +105,10 @@ E_DOUBLE_FREE = tl.constexpr(0)
 E_INVALID_FREE = tl.constexpr(1)
 E_OUT_OF_MEMORY = tl.constexpr(2)
 E_INVALID_ARGUMENT = tl.constexpr(3)
+# (4 and 5: see ``table``.)
+E_INVALID_POINTER = tl.constexpr(6)
+# In a record of an invalid argument, in place of an address: a length of ``rows``, not a size.
+IN_ROWS = tl.constexpr(-1)
 
 # Page word.
 OUT_MASK = tl.constexpr((1 << 24) - 1)

@@ -33,3 +33,12 @@ def nanoseconds():
     from time import time_ns  # (in here, where the compiler does not look for device functions)
 
     return time_ns()
+
+
+@triton.constexpr_function
+def tell_host(event, *values):
+    """Only for the interpreter: call what the host has to say to an event; it raises an error."""
+    HOST[event](*values)
+
+
+HOST = {}

@@ -53,6 +53,52 @@ def test_tensor() -> None:
         heap.free(addr.reshape(1))
 
 
+def test_one_block() -> None:
+    """A number is one block, and an address is a number or a tensor without dimensions."""
+    with Heap("1MiB") as heap:
+        addr = heap.malloc(40)
+        assert (addr.shape, addr.dtype) == ((), torch.int64)
+        assert_blocks(heap, addr.reshape(1), [40])
+        assert heap.tensor(addr, 10, torch.int32).data_ptr() == int(addr)
+        assert int(heap.usable_size(addr)) == int(heap.usable_size(int(addr))) == 48
+        heap.free(addr)
+        heap.free(int(heap.malloc(40)))
+        assert_empty(heap)
+
+
+def test_an_empty_tensor_needs_no_block() -> None:
+    with Heap("1MiB") as heap:
+        nothing = heap.malloc(0)
+        for addr in (nothing, 0, 12345):
+            view = heap.tensor(addr, (2, 0, 3), torch.float16)
+            assert (view.shape, view.dtype) == ((2, 0, 3), torch.float16)
+            assert view.device == heap.device
+        assert_empty(heap)
+    with pytest.raises(InvalidArgument, match="closed"):
+        heap.tensor(0, 0, torch.int8)
+
+
+def test_statistics_to_be_read() -> None:
+    with Heap("4MiB") as heap:
+        assert str(heap.stats()).splitlines()[1].startswith("0 blocks live (0 allocated, 0 freed)")
+        small = heap.malloc([64] * 1200)
+        heap.free(heap.malloc([1000] * 3))
+        heap.malloc([300, 70_000, 8 * MIB])
+        stats = heap.stats()
+        lines = str(stats).splitlines()
+        assert "of 4 MiB used (5.0%), peak " in lines[0]
+        assert lines[1] == "1,202 blocks live (1,205 allocated, 3 freed); 1 requests failed"
+        assert [line.strip() for line in lines[2:]] == [
+            "1,200 x 64 B", "1 x 320 B", "1 larger than 32 KiB",
+        ]  # fmt: skip
+        heap.malloc([100 * n for n in range(1, 20)])
+        lines = str(heap.stats()).splitlines()
+        assert len(lines) < 12
+        assert sum(int(line.split()[0].replace(",", "")) for line in lines[2:]) == 1202 + 19
+        heap.free(small)
+        heap.reset()
+
+
 def test_tensor_of_what_is_not_there() -> None:
     with Heap("1MiB") as heap:
         (addr,) = heap.malloc([64]).tolist()

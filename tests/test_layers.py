@@ -27,9 +27,9 @@ KERNEL_LAYERS = [
     {"batches"},
     {"slabs"},
     {"heap"},
-    {"debug"},
+    {"debug", "pointers"},
     {"api"},
-    {"upkeep", "debug_upkeep"},
+    {"upkeep", "debug_upkeep", "rows"},
     {"__init__"},
 ]
 
@@ -37,9 +37,10 @@ KERNEL_LAYERS = [
 HOST_LAYERS = [
     {"errors", "_locate_kernels"},
     {"sizes"},
-    {"arguments", "cleanup", "foreign", "owner", "kernels", "_benchmarks", "testing"},
+    {"arguments", "cleanup", "foreign", "owner", "kernels", "_benchmarks"},
+    {"interpreted", "testing"},
     {"devices"},
-    {"sources", "heap_state", "leaks"},
+    {"sources", "heap_state", "leaks", "rows"},
     {"debug_table"},
     {"cache", "heap"},
     {"tensors", "arena_options"},

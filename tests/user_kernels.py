@@ -415,3 +415,76 @@ def divide_kernel(divisors, quotients, BLOCK: tl.constexpr):
     x = tl.arange(0, BLOCK)
     found = bits.divide(x, tl.load(divisors + program))
     tl.store(quotients + program.to(tl.int64) * BLOCK + x, found)
+
+
+# Pointers --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def pointer_lanes_kernel(heap, addrs, step, wanted, BLOCK: tl.constexpr):
+    """Each lane that is wanted writes its number ``step`` bytes behind its address."""
+    lane = tl.arange(0, BLOCK)
+    mask = tl.load(wanted + lane) != 0
+    ptr = da.pointer(heap, tl.load(addrs + lane) + step, tl.int32, mask)
+    tl.store(ptr, lane, mask=mask)
+
+
+@triton.jit
+def pointer_scalar_kernel(heap, addrs, step):
+    """Each program reads a word ``step`` bytes behind its address, and writes it back plus one."""
+    ptr = da.pointer(heap, tl.load(addrs + tl.program_id(0)) + step, tl.int64)
+    tl.store(ptr, tl.load(ptr) + 1)
+
+
+@triton.jit
+def pointer_tile_kernel(heap, addrs, lengths, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    """Row i, of so many numbers, becomes 1000 i, 1000 i + 1, ..."""
+    row = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, STEPS)[None, :]
+    mask = column < tl.load(lengths + row)
+    ptr = da.pointer(heap, tl.load(addrs + row) + column * 4, tl.int32, mask)
+    tl.store(ptr, row * 1000 + column, mask=mask)
+
+
+@triton.jit
+def fill_behind_null_kernel(addrs, n, BLOCK: tl.constexpr):
+    """A raw cast, and no mask for blocks that could not be had."""
+    lane = tl.arange(0, BLOCK)
+    addr = tl.load(addrs + lane, mask=lane < n, other=0)
+    tl.store(addr.to(tl.pointer_type(tl.int32)) + 2, lane, mask=lane < n)
+
+
+@triton.jit
+def load_null_kernel(addrs, out):
+    tl.store(out, tl.load(tl.load(addrs).to(tl.pointer_type(tl.int64))))
+
+
+@triton.jit
+def count_at_null_kernel(addrs):
+    tl.atomic_add(tl.load(addrs).to(tl.pointer_type(tl.int64)), 1)
+
+
+@triton.jit
+def swap_at_null_kernel(addrs):
+    one = tl.full((), 1, tl.int64)
+    tl.atomic_cas(tl.load(addrs).to(tl.pointer_type(tl.int64)), one, one)
+
+
+@triton.jit
+def pointer_to_nothing_kernel(heap, addrs, BLOCK: tl.constexpr):
+    tl.store(da.pointer(heap, tl.load(addrs), BLOCK), 1)
+
+
+@triton.jit
+def pointer_of_fraction_kernel(heap, addrs, BLOCK: tl.constexpr):
+    tl.store(da.pointer(heap, tl.load(addrs).to(tl.float32), tl.int32), 1)
+
+
+@triton.jit
+def pointer_wide_mask_kernel(heap, addrs, BLOCK: tl.constexpr):
+    tl.store(da.pointer(heap, tl.load(addrs), tl.int32, tl.arange(0, BLOCK) < 2), 1)
+
+
+@triton.jit
+def pointer_integer_mask_kernel(heap, addrs, BLOCK: tl.constexpr):
+    tl.store(da.pointer(heap, tl.load(addrs), tl.int32, tl.program_id(0)), 1)

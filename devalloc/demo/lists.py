@@ -28,6 +28,7 @@ import triton.language as tl
 
 from devalloc import kernels as da
 from devalloc.errors import InvalidArgument
+from devalloc.kernels.rows import owner_of
 
 if TYPE_CHECKING:
     from devalloc.heap import Heap
@@ -54,20 +55,6 @@ def capacity_for(entries):
     n = n | (n >> 8)
     n = n | (n >> 16)
     return n + 1
-
-
-@triton.jit
-def owner_of(ends, item, LANES: tl.constexpr):
-    """Lane whose list holds ``item``, if lists that end at ``ends`` are laid end to end.
-
-    ``ends`` is an inclusive prefix sum over the lanes. Items past the last end give some lane.
-    """
-    lane = (item * 0).to(tl.int32)
-    for level in tl.static_range(1, 13):  # log2(MAX_LANES) levels at most
-        if (LANES >> level) > 0:
-            beyond = tl.gather(ends, lane + ((LANES >> level) - 1), 0) <= item
-            lane = tl.where(beyond, lane + (LANES >> level), lane)
-    return lane
 
 
 @triton.jit
@@ -249,19 +236,6 @@ def delete_kernel(
 
 
 @triton.jit(do_not_specialize=["vertices"])
-def gather_kernel(
-    address_ptr, length_ptr, offset_ptr, entry_out_ptr, vertices, LANES: tl.constexpr
-):
-    """Copy every list to its place in one tensor of entries. One lane per vertex."""
-    vertex = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    inside = vertex < vertices
-    source = tl.load(address_ptr + vertex, mask=inside, other=0)
-    length = tl.load(length_ptr + vertex, mask=inside, other=0).to(tl.int64)
-    offset = tl.load(offset_ptr + vertex, mask=inside, other=0)
-    copy_lists(source, entry_out_ptr.to(tl.int64) + offset * 4, length, LANES)
-
-
-@triton.jit(do_not_specialize=["vertices"])
 def release_kernel(heap, address_ptr, length_ptr, capacity_ptr, vertices, LANES: tl.constexpr):
     """Free every list. One lane per vertex."""
     vertex = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
@@ -379,12 +353,7 @@ class AdjacencyLists:
 
     def to_csr(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the lists out: offsets (int64, vertices + 1) and entries (int32). Synchronises."""
-        offsets = torch.zeros(self.vertices + 1, dtype=torch.int64, device=self.heap.device)
-        torch.cumsum(self.lengths, 0, out=offsets[1:])
-        entries = torch.empty(int(offsets[-1]), dtype=torch.int32, device=self.heap.device)
-        gather_kernel[self.grid(self.vertices)](
-            self.addresses, self.lengths, offsets, entries, self.vertices, LANES=self.lanes
-        )
+        entries, offsets = self.heap.gather(self.addresses, self.lengths, torch.int32)
         return offsets, entries
 
     def warm_up(self, edges: int) -> None:

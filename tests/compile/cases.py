@@ -76,10 +76,14 @@ OTHER = {
     "zeros_lanes": MANY,
     "realloc_scalar": ADDRS | {"nbytes": "i32"},
     "realloc_lanes": ADDRS | {"sizes": "*i64", "count": "i32"},
+    "cast_lanes": ADDRS,
+    "pointer_lanes": ADDRS,
+    "pointer_scalar": ADDRS,
 }
 
 # The same with a debug heap.
-DEBUG = ("malloc_scalar", "malloc_lanes", "free_scalar", "free_lanes", *OTHER)
+DEBUG = ("malloc_scalar", "malloc_lanes", "free_scalar", "free_lanes",
+         *(name for name in OTHER if name != "cast_lanes"))  # fmt: skip
 
 # Checks the counting itself, not the product.
 PROBE = user_case("probe_kernel", HEAP | {"out": "*i64"}, 4)
@@ -100,12 +104,19 @@ LISTS = {"address_ptr": "*i64", "length_ptr": "*i32", "capacity_ptr": "*i32"}
 BATCH = {"source_ptr": "*i32", "target_ptr": "*i32", "begin_ptr": "*i64", "end_ptr": "*i64"}
 SIZES = {"edges": "i32", "vertices": "i32"}
 BLOCK = {"BLOCK": LANES}
+ROWS = HEAP | {"addrs": "*i64", "offsets": "*i64", "values": "*i32", "n": "i32", "total": "i32"}
+MOVED = {"UNIT": 1, "SPAN": 2048, "LANES": LANES}
 WIDE = {"LANES": 256}
 ENTRY_POINTS: dict[str, list[tuple[dict[str, str], int, dict[str, int]]]] = {
     "devalloc.kernels.upkeep.malloc_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.free_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.usable_size_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.trim_kernel": [(HEAP | {"batches": "i32"}, 1, {})],
+    "devalloc.kernels.rows.gather_kernel": [
+        (ROWS, 1, MOVED),
+        (ROWS | {"heap": DEBUG_HEAP}, 1, MOVED),
+    ],
+    "devalloc.kernels.rows.scatter_kernel": [(ROWS, 1, MOVED)],
     "devalloc.kernels.debug_upkeep.malloc_tagged_kernel": [
         (REQUESTS | {"heap": DEBUG_HEAP, "tag": "i32"}, 1, BLOCK)
     ],
@@ -117,9 +128,6 @@ ENTRY_POINTS: dict[str, list[tuple[dict[str, str], int, dict[str, int]]]] = {
         (HEAP | LISTS | BATCH | SIZES | {"accepted_ptr": "*i8"}, 4, WIDE)
     ],
     "devalloc.demo.lists.delete_kernel": [(HEAP | LISTS | BATCH | SIZES, 4, WIDE)],
-    "devalloc.demo.lists.gather_kernel": [
-        (LISTS | SIZES | {"offset_ptr": "*i64", "entry_out_ptr": "*i32"}, 4, WIDE)
-    ],
     "devalloc.demo.lists.release_kernel": [(HEAP | LISTS | SIZES, 4, WIDE)],
 }
 
@@ -165,6 +173,8 @@ EVERYWHERE = frozenset({
     "usable_size_lanes/w4",
     "realloc_scalar+debug/w4",
     "zeros_lanes+debug/w4",
+    "pointer_lanes+debug/w4",
+    "rows.gather_kernel/w1",
     "upkeep.trim_kernel/w1",
     "debug_upkeep.audit_kernel+debug/w1",
     "debug_upkeep.clock_kernel/w1",

@@ -95,6 +95,24 @@ def realloc_lanes(heap, addrs, sizes, count, LANES: tl.constexpr):
     tl.store(addrs + lane, da.realloc(heap, addr, size, mask=mask), mask=mask)
 
 
+@triton.jit
+def pointer_scalar(heap, addrs):
+    tl.store(da.pointer(heap, tl.load(addrs + tl.program_id(0)), tl.float32), 1.0)
+
+
+@triton.jit
+def pointer_lanes(heap, addrs, LANES: tl.constexpr):
+    addr = tl.load(addrs + tl.program_id(0) * LANES + tl.arange(0, LANES))
+    tl.store(da.pointer(heap, addr, tl.float32, addr != 0), 1.0, mask=addr != 0)
+
+
+@triton.jit
+def cast_lanes(heap, addrs, LANES: tl.constexpr):
+    """What :func:`pointer_lanes` is on an ordinary heap."""
+    addr = tl.load(addrs + tl.program_id(0) * LANES + tl.arange(0, LANES))
+    tl.store(addr.to(tl.pointer_type(tl.float32)), 1.0, mask=addr != 0)
+
+
 @triton.jit(noinline=True)
 def probe_cold(heap, value):
     return tl.atomic_cas(heap, value, value + 1)

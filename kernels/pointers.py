@@ -1,0 +1,125 @@
+"""Is there a block behind an address? What ``api.pointer`` asks in a debug heap and in the
+interpreter, and what is recorded if there is none.
+
+An address is *sound* for so many bytes if they all lie in one live block; it may be an inner
+address. In a debug heap the table tells, and the bytes are those that were asked for. A lane whose
+address is not sound is recorded, and gets a pointer to where nobody lives instead: the page in
+front of the heap, of which only the last bytes are a guard. So the kernel goes on and the record is
+read; an access through a null pointer would end the process's use of the device.
+
+In the interpreter an ordinary heap is asked too, and the first unsound lane raises at once.
+
+Concurrency: a block is live as long as its owner lets others have its address, so what is read of
+it here does not change. Entries and marks are read through atomics all the same, because those of
+unsound addresses may belong to others.
+"""
+
+import triton
+import triton.language as tl
+
+from .atomics import atomic_load
+from .bits import divide
+from .heap import block_start, locate, usable_any
+from .lanes import any_lane, count_lanes, first_lane, lane_index, pick, width
+from .layout import (
+    E_INVALID_POINTER,
+    NUM_CLASSES,
+    PAGE_BYTES,
+    address_of,
+    class_bytes,
+    load_base,
+)
+from .record import record_error
+from .table import (
+    RUN_USE,
+    control_block,
+    entry_epoch,
+    entry_granule,
+    entry_ptr,
+    entry_size,
+    is_debug,
+    is_live,
+    mark_epoch,
+    mark_ptr,
+    mark_use,
+    record_fault,
+)
+from .target import tell_host
+
+# Who found it, after those of `table`.
+BY_POINTER = tl.constexpr(4)
+BY_GATHER = tl.constexpr(5)
+BY_SCATTER = tl.constexpr(6)
+
+
+@triton.jit
+def look_up(heap, addr, active):
+    """``(block, word, birth)``: what the table of a debug heap knows at int64 addresses. The start
+    of the block, live or freed, in whose slot or run the address lies, and its entry; or 0s."""
+    inside, page, granule = locate(heap, addr & -16, active)
+    mark = atomic_load(mark_ptr(heap, page), inside)
+    use = mark_use(mark)
+    run = use >= RUN_USE
+    head = tl.where(run, tl.maximum(page - (use - RUN_USE), 0), page)
+    slot = class_bytes(tl.minimum(use, NUM_CLASSES - 1))
+    first = tl.where(run, 0, divide(granule << 4, slot) * slot >> 4)
+    base = load_base(heap)
+    block = tl.where(inside, address_of(base, head, first), base)
+    entry = entry_ptr(heap, block)
+    word = atomic_load(entry, inside)
+    birth = atomic_load(entry + 1, inside)
+    known = (word != 0) & (entry_granule(word) == (first & 3))
+    # (Pages of a run have epochs of their own; the entry has that of the first.)
+    mark = atomic_load(mark_ptr(heap, head), inside)
+    known = known & (entry_epoch(birth) == mark_epoch(mark))
+    return tl.where(known, block, 0), tl.where(known, word, 0), tl.where(known, birth, 0)
+
+
+@triton.jit
+def record_unsound(heap, addr, block, word, birth, wrong, finder):
+    """Record the ``wrong`` lanes in the table of a debug heap, with what :func:`look_up` found."""
+    while any_lane(wrong):
+        lane = first_lane(wrong)
+        kind = lane * 0 + E_INVALID_POINTER
+        record_fault(heap, kind, pick(addr, lane), pick(block, lane), pick(word, lane),
+                     pick(birth, lane), lane * 0 + finder)  # fmt: skip
+        wrong = wrong & (lane_index(wrong) != lane)
+
+
+@triton.jit
+def report_pointers(heap, addr, nbytes, wrong, finder):
+    """Record for ``wrong`` lanes that ``nbytes`` bytes at ``addr`` are not those of a live block.
+    A debug heap records each with what it knows of the block, others the first with the count."""
+    if is_debug(heap):
+        heap = control_block(heap)
+        block, word, birth = look_up(heap, addr, wrong)
+        record_unsound(heap, addr, block, word, birth, wrong, finder)
+    elif any_lane(wrong):
+        lane = first_lane(wrong)
+        kind = lane * 0 + E_INVALID_POINTER
+        record_error(heap, kind, pick(addr, lane), pick(nbytes, lane), count_lanes(wrong))
+
+
+@triton.jit
+def sound_or_aside(heap, addr, nbytes: tl.constexpr, active):
+    """In a debug heap: int64 addresses, and where those of active lanes are not sound for
+    ``nbytes``, which is recorded, the address of memory that nobody uses."""
+    heap = control_block(heap)
+    block, word, birth = look_up(heap, addr, active)
+    sound = is_live(word) & (addr - block + nbytes <= entry_size(word))
+    wrong = active & (sound == 0)
+    record_unsound(heap, addr, block, word, birth, wrong, BY_POINTER)
+    return tl.where(wrong, load_base(heap) - PAGE_BYTES, addr)
+
+
+@triton.jit
+def raise_unsound(heap, addr, nbytes: tl.constexpr, active):
+    """In the interpreter: raise if an address of an active lane is not sound for ``nbytes``."""
+    block = block_start(heap, addr, active)
+    have = usable_any(heap, block, active)
+    wrong = active & ((have == 0) | (addr < block) | (addr - block + nbytes > have))
+    if any_lane(wrong):
+        lane = first_lane(wrong)
+        at = pick(addr, lane)
+        start, size = pick(block, lane), pick(have, lane)
+        tell_host("pointer", at, nbytes, start, size, load_base(heap), lane, width(addr))
