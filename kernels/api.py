@@ -102,16 +102,19 @@ def warn_of_handle(word):
 
 @triton.jit
 def of_heap(heap, active):
-    """The active lanes; none if the handle does not point to the state of a heap. Then the
-    interpreter raises, and a CUDA device prints: there is no heap to record it in."""
-    word = load_immutable(control_block(heap), 0)
-    if word != MAGIC:
-        if is_interpreted():
-            tell_host("handle", word)
-        elif has_ptx():
-            warn_of_handle(word)
-    # (Not `active & ...`: the interpreter would keep that as integers.)
-    return tl.where(word == MAGIC, active.to(tl.int32), 0) != 0
+    """The active lanes; in a debug heap and in the interpreter none if the handle does not point to
+    the state of a heap. Then the interpreter raises, and a CUDA device prints: there is no heap to
+    record it in."""
+    if is_checked(heap):
+        word = load_immutable(control_block(heap), 0)
+        if word != MAGIC:
+            if is_interpreted():
+                tell_host("handle", word)
+            elif has_ptx():
+                warn_of_handle(word)
+        # (Not `active & ...`: the interpreter would keep that as integers.)
+        active = tl.where(word == MAGIC, active.to(tl.int32), 0) != 0
+    return active
 
 
 @triton.jit
@@ -133,8 +136,6 @@ def as_request(heap, x, mask):
         # (Not `active & mask`: the interpreter would keep that as integers.)
         active = tl.where(mask, values * 0 + 1, 0) != 0
         values = values + active.to(tl.int64) * 0
-    if is_checked(heap):
-        active = of_heap(heap, active)
     return values, active
 
 
@@ -170,6 +171,7 @@ def malloc(heap, nbytes, mask=None, tag=0):
     one another; 0 is returned only if no memory of that shape is free.
     """
     sizes, active = as_request(heap, nbytes, mask)
+    active = of_heap(heap, active)
     if is_debug(heap):
         addr = malloc_guarded(control_block(heap), sizes, active, tag, False)
     else:
@@ -187,6 +189,7 @@ def free(heap, addr, mask=None):
     """
     tl.static_assert(as_long_as(mask, addr), "free: a mask is as long as addresses, or scalar")
     addrs, active = as_request(heap, addr, mask)
+    active = of_heap(heap, active)
     if is_debug(heap):
         free_guarded(control_block(heap), addrs, active)
     else:
@@ -199,6 +202,7 @@ def usable_size(heap, addr, mask=None):
     lives there. In a debug heap exactly what was asked for. Two atomics side by side; changes
     nothing."""
     addrs, active = as_request(heap, addr, mask)
+    active = of_heap(heap, active)
     if is_debug(heap):
         size = usable_guarded(control_block(heap), addrs, active & (addrs != 0))
     else:
@@ -210,6 +214,7 @@ def usable_size(heap, addr, mask=None):
 def zeros(heap, nbytes, mask=None, tag=0):
     """:func:`malloc` of memory that is zero."""
     sizes, active = as_request(heap, nbytes, mask)
+    active = of_heap(heap, active)
     if is_debug(heap):
         addr = malloc_guarded(control_block(heap), sizes, active, tag, True)
     else:
@@ -234,6 +239,7 @@ def realloc(heap, addr, nbytes, mask=None, tag=None):
     tl.static_assert(as_long_as(mask, addr), "realloc: a mask is as long as addresses, or scalar")
     old, _all = as_request(heap, addr, mask)
     sizes, active = as_request(heap, nbytes + old * 0, mask)
+    active = of_heap(heap, active)
     if is_debug(heap):
         new = realloc_guarded(control_block(heap), old + sizes * 0, sizes, active, tag)
     else:

@@ -76,14 +76,12 @@ OTHER = {
     "zeros_lanes": MANY,
     "realloc_scalar": ADDRS | {"nbytes": "i32"},
     "realloc_lanes": ADDRS | {"sizes": "*i64", "count": "i32"},
-    "cast_lanes": ADDRS,
     "pointer_lanes": ADDRS,
     "pointer_scalar": ADDRS,
 }
 
 # The same with a debug heap.
-DEBUG = ("malloc_scalar", "malloc_lanes", "free_scalar", "free_lanes",
-         *(name for name in OTHER if name != "cast_lanes"))  # fmt: skip
+DEBUG = ("malloc_scalar", "malloc_lanes", "free_scalar", "free_lanes", *OTHER)
 
 # Checks the counting itself, not the product.
 PROBE = user_case("probe_kernel", HEAP | {"out": "*i64"}, 4)
@@ -203,6 +201,6 @@ def row_cases() -> list[Case]:
 
 
 COMPARED = ("malloc_scalar", "malloc_lanes", "free_scalar", "free_lanes", "usable_size_lanes",
-            "zeros_scalar", "realloc_scalar")  # fmt: skip
+            "zeros_scalar", "realloc_scalar", "pointer_lanes")  # fmt: skip
 """User kernels whose code for an ordinary heap is compared with what it would be without debug
 heaps."""

@@ -86,11 +86,11 @@ def compile_case(case: Case, target: str) -> CompiledKernel:
         attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
     )
     # The kernels ask which target they are compiled for; without a GPU there is no driver to say.
-    triton.runtime.driver.set_active(_Driver(TARGETS[target]))
+    triton.runtime.driver.set_active(Driver(TARGETS[target]))
     return triton.compile(source, target=TARGETS[target], options={"num_warps": case.warps})
 
 
-class _Driver:
+class Driver:
     """As much of a driver as compiling asks for: the target."""
 
     def __init__(self, target: GPUTarget) -> None:

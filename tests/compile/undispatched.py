@@ -1,5 +1,6 @@
 """Kernels of `user_kernels` again, on a contract that knows no debug heap: the functions of
-``kernels/api.py`` without the choice. Kernels of one name must come out as the same code."""
+``kernels/api.py`` without the choice, and a cast in place of ``pointer``. Kernels of one name must
+come out as the same code."""
 
 import triton
 import triton.language as tl
@@ -82,3 +83,9 @@ def zeros_scalar(heap, out, nbytes):
 def realloc_scalar(heap, addrs, nbytes):
     addr = tl.load(addrs + tl.program_id(0))
     tl.store(addrs + tl.program_id(0), realloc(heap, addr, nbytes))
+
+
+@triton.jit
+def pointer_lanes(heap, addrs, LANES: tl.constexpr):
+    addr = tl.load(addrs + tl.program_id(0) * LANES + tl.arange(0, LANES))
+    tl.store(addr.to(tl.pointer_type(tl.float32)), 1.0, mask=addr != 0)

@@ -106,13 +106,6 @@ def pointer_lanes(heap, addrs, LANES: tl.constexpr):
     tl.store(da.pointer(heap, addr, tl.float32, addr != 0), 1.0, mask=addr != 0)
 
 
-@triton.jit
-def cast_lanes(heap, addrs, LANES: tl.constexpr):
-    """What :func:`pointer_lanes` is on an ordinary heap."""
-    addr = tl.load(addrs + tl.program_id(0) * LANES + tl.arange(0, LANES))
-    tl.store(addr.to(tl.pointer_type(tl.float32)), 1.0, mask=addr != 0)
-
-
 @triton.jit(noinline=True)
 def probe_cold(heap, value):
     return tl.atomic_cas(heap, value, value + 1)
