@@ -120,7 +120,8 @@ class Heap(Owner):
             )
         self._geometry = Geometry.of(pages)
         self._failures_before = 0
-        # (In a debug heap even the first block has a guard in front of it.)
+        # (In a debug heap even the first block has a guard in front of it, and wrong pointers lead
+        # there: see kernels/pointers.py.)
         front = PAGE_BYTES if debug else 0
         data = Segment(source, front + pages * PAGE_BYTES, alignment=PAGE_BYTES)
         self.capacity = pages * PAGE_BYTES
@@ -243,7 +244,7 @@ class Heap(Owner):
 
         Raises
         ------
-        DoubleFree, InvalidFree, OutOfMemory, InvalidArgument
+        DoubleFree, InvalidFree, OutOfMemory, InvalidArgument, InvalidPointer
             From any heap.
         Overflow, UseAfterFree
             From a debug heap. There these and wrong frees come before the other errors, and the

@@ -67,6 +67,18 @@ def test_mailboxes_lose_no_letter() -> None:
     assert min(read, left) > 0
 
 
+def test_ragged_rows_are_those_of_the_reference() -> None:
+    """(It compares them itself.)"""
+    done = run("ragged_rows")
+    assert done.returncode == 0, done.stderr
+    found = re.match(r"(\d+) rows, (\d+) numbers; the longest row has (\d+): all as", done.stdout)
+    assert found
+    rows, numbers, longest = map(int, found.groups())
+    assert rows + longest < numbers < rows * longest
+    if not ON_GPU:
+        assert (rows, numbers, longest) == (1000, 60542, 179)
+
+
 def shape(text: str) -> str:
     """A message without what differs from run to run: addresses, ages and line breaks."""
     text = re.sub(r"0x[0-9a-f]+", "ADDRESS", text)
