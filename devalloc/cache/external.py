@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from devalloc.errors import InvalidFree, OutOfMemory
 from devalloc.sizes import format_size
+from devalloc.sources.base import bytes_taken
 
 if TYPE_CHECKING:
     from devalloc.cache.store import Store
@@ -47,7 +48,7 @@ class External:
         return sum(self._held.values()) + sum(self._moving.values())
 
     def allocate(self, nbytes: int) -> int:
-        """The address of a segment straight from the source.
+        """The address of a segment straight from the source; it counts with what the source takes.
 
         Raises
         ------
@@ -56,6 +57,8 @@ class External:
         """
         store = self._store
         ticket = next(self._tickets)
+        # (All of what the source takes is asked for, so that `free` names what was allocated.)
+        nbytes = bytes_taken(store.source, nbytes)
         self._moving[ticket] = nbytes
         try:
             if store.limit is not None and store.taken > store.limit:

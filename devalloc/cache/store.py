@@ -37,6 +37,7 @@ from devalloc.cache.history import History
 from devalloc.cache.pending import Pending
 from devalloc.cleanup import call_for_all
 from devalloc.errors import OutOfMemory
+from devalloc.sources.base import granularity_of
 
 if TYPE_CHECKING:
     from devalloc.cache.policy import Policy
@@ -107,6 +108,7 @@ class Store:
         self._best_fit = policy.best_fit
         capabilities = getattr(source, "capabilities", None)
         self._stream_ordered = bool(getattr(capabilities, "stream_ordered", False))
+        self._granularity = granularity_of(source)
 
     # Streams --------------------------------------------------------------------------------------
 
@@ -398,8 +400,11 @@ class Store:
     # Segments -------------------------------------------------------------------------------------
 
     def room(self) -> int | None:
-        """Bytes that the limit still allows to take from the source; None without a limit."""
-        return None if self.limit is None else self.limit - self.taken
+        """Bytes that the limit still allows to take from the source; None without a limit.
+
+        Whole multiples of the source's granularity.
+        """
+        return None if self.limit is None else (self.limit - self.taken) & -self._granularity
 
     @property
     def taken(self) -> int:
@@ -407,13 +412,14 @@ class Store:
         return self.reserved + self.asking + self.external.reserved
 
     def grow(self, request: Request, nbytes: int) -> Block | None:
-        """Ask the source for a segment and serve the request from it.
+        """Ask the source for a segment of at least ``nbytes`` and serve the request from it.
 
-        The limit is checked first. Returns None if the limit or the source refuses; `failure` then
+        The segment has all that the source takes for it: whole multiples of its granularity. The
+        limit is checked first. Returns None if the limit or the source refuses; `failure` then
         has the source's error, if there is one, until the request is over.
         """
         self.failure = None
-        request.segment = nbytes
+        request.segment = nbytes = (nbytes + self._granularity - 1) & -self._granularity
         home = request.home
         segment = Segment(0, nbytes, request.stream, home.pool)
         block = segment.first = Block(0, nbytes, home, segment)

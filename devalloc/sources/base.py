@@ -55,7 +55,8 @@ class Source(Protocol):
     device : torch.device
         The device of tensors over the memory.
     granularity : int
-        Bytes, a power of two; every address is a multiple of it.
+        Bytes, a power of two; every address is a multiple of it, and memory is taken in whole
+        multiples of it: see `bytes_taken`.
     capabilities : Capabilities
 
     Notes
@@ -109,6 +110,14 @@ def granularity_of(source: Source) -> int:
     """The granularity of a source; InvalidArgument if it is not a power of two."""
     require_power_of_two(f"the granularity of {source!r}", source.granularity)
     return source.granularity
+
+
+def bytes_taken(source: Source, nbytes: int) -> int:
+    """The bytes that an allocation of ``nbytes`` takes: whole multiples of the granularity.
+
+    Limits and statistics count these.
+    """
+    return (nbytes + source.granularity - 1) & -source.granularity
 
 
 def require_request(name: str, nbytes: object) -> None:

@@ -23,7 +23,7 @@ class NumberSource:
     """
 
     device = torch.device("cpu")
-    granularity = 4096
+    granularity = 256
 
     def __init__(self, capacity: int | None = None, failing: float = 0.0, seed: int = 0) -> None:
         self.capacity = capacity

@@ -20,7 +20,7 @@ from tests.replay.torch_like import a_snapshot
 
 def test_a_log_of_our_own(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
-    with LogAdaptor(LimitAdaptor(HostSource(), 10_000), path) as source:
+    with LogAdaptor(LimitAdaptor(HostSource(), 12_288), path) as source:
         first = source.allocate(5000, 0x1F)
         with pytest.raises(OutOfMemory):
             source.allocate(6000)

@@ -72,24 +72,40 @@ def test_the_stream_is_passed_on() -> None:
 
 
 def test_limit() -> None:
-    source = LimitAdaptor(CountingSource(HostSource()), "10KiB")
-    first = source.allocate(6 * KIB)
-    with pytest.raises(OutOfMemory, match=r"of 5 KiB failed: 6 KiB of a limit of 10 KiB .* raise"):
-        source.allocate(5 * KIB)
+    source = LimitAdaptor(CountingSource(HostSource()), "20KiB")
+    first = source.allocate(12 * KIB)
+    with pytest.raises(
+        OutOfMemory,
+        match=r"of 9 KiB failed: it takes 12 KiB, and 12 KiB of a limit of 20 KiB .* raise",
+    ):
+        source.allocate(9 * KIB)
     assert source.inner.allocations == 1, "the source is not asked"
-    second = source.allocate(4 * KIB)
-    assert source.used == 10 * KIB
-    source.free(first, 6 * KIB)
-    source.limit = 1 * KIB
+    second = source.allocate(8 * KIB)
+    assert source.used == 20 * KIB
+    source.free(first, 12 * KIB)
+    source.limit = 4 * KIB
     with pytest.raises(OutOfMemory):
         source.allocate(1)
-    source.free(second, 4 * KIB)
-    source.free(source.allocate(1 * KIB), 1 * KIB)
+    source.free(second, 8 * KIB)
+    source.free(source.allocate(4 * KIB), 4 * KIB)
+    assert source.used == 0
+
+
+def test_a_limit_counts_the_granularity() -> None:
+    """What the source takes counts, and not what was asked for."""
+    beneath = SimulatedSource(granularity=2 << 20)
+    source = LimitAdaptor(beneath, "64MiB")
+    got = [source.allocate(300 * KIB) for _ in range(32)]
+    with pytest.raises(OutOfMemory, match="it takes 2 MiB, and 64 MiB of a limit of 64 MiB"):
+        source.allocate(300 * KIB)
+    assert source.used == beneath.used == 64 << 20
+    for address in got:
+        source.free(address, 300 * KIB)
     assert source.used == 0
 
 
 def test_a_limit_counts_no_failures() -> None:
-    source = LimitAdaptor(CountingSource(HostSource(), fail_at=1), "10KiB")
+    source = LimitAdaptor(CountingSource(HostSource(), fail_at=1), "12KiB")
     with pytest.raises(OutOfMemory, match="injected"):
         source.allocate(6 * KIB)
     with pytest.raises(InvalidArgument):

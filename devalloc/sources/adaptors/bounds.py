@@ -7,13 +7,20 @@ import threading
 from devalloc.errors import InvalidFree, OutOfMemory
 from devalloc.sizes import format_size, parse_size, require_power_of_two
 from devalloc.sources.adaptors.base import Adaptor
-from devalloc.sources.base import Source, granularity_of, require_free, require_request
+from devalloc.sources.base import (
+    Source,
+    bytes_taken,
+    granularity_of,
+    require_free,
+    require_request,
+)
 
 
 class LimitAdaptor(Adaptor):
     """Lets at most ``limit`` bytes be out at a time (modelled on RMM's limiting resource).
 
-    The limit is checked before the source is asked; it counts requested bytes.
+    The limit is checked before the source is asked. It counts what allocations take: whole
+    multiples of the source's granularity.
 
     Parameters
     ----------
@@ -32,32 +39,33 @@ class LimitAdaptor(Adaptor):
         super().__init__(inner)
         self.limit = parse_size(limit)
         self.used = 0
-        """Bytes that are out."""
+        """Bytes that are taken."""
         self._lock = threading.RLock()
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
         require_request("LimitAdaptor", nbytes)
+        taken = bytes_taken(self.inner, nbytes)
         with self._lock:
-            left = self.limit - self.used
-            if nbytes > left:
+            if taken > self.limit - self.used:
                 raise OutOfMemory(
-                    f"allocate of {format_size(nbytes)} failed: {format_size(self.used)} of a "
-                    f"limit of {format_size(self.limit)} are in use; free memory or raise the limit"
+                    f"allocate of {format_size(nbytes)} failed: it takes {format_size(taken)}, and "
+                    f"{format_size(self.used)} of a limit of {format_size(self.limit)} are in "
+                    "use; free memory or raise the limit"
                 )
-            self.used += nbytes
+            self.used += taken
         try:
             return super().allocate(nbytes, stream)
         except BaseException:
-            self._give_back(nbytes)
+            self._give_back(taken)
             raise
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
         super().free(address, nbytes, stream)
-        self._give_back(nbytes)
+        self._give_back(bytes_taken(self.inner, nbytes))
 
-    def _give_back(self, nbytes: int) -> None:
+    def _give_back(self, taken: int) -> None:
         with self._lock:
-            self.used -= nbytes
+            self.used -= taken
 
 
 class AlignedAdaptor(Adaptor):

@@ -10,7 +10,7 @@ import traceback
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import format_size, require_count
 from devalloc.sources.adaptors.base import Adaptor
-from devalloc.sources.base import Source, require_free
+from devalloc.sources.base import Source, bytes_taken, require_free
 
 
 @dataclasses.dataclass
@@ -58,6 +58,8 @@ class Counters:
 class StatisticsAdaptor(Adaptor):
     """Counts what passes through it, in nested sections (as RMM's statistics resource).
 
+    Bytes are what allocations take: whole multiples of the source's granularity.
+
     A free is counted after it is done, so a peak is never too low; with several threads it may be
     too high by what they were just giving back.
     """
@@ -75,14 +77,14 @@ class StatisticsAdaptor(Adaptor):
                 self._stack[-1].failures += 1
             raise
         with self._lock:
-            self._stack[-1].bytes.add(nbytes)
+            self._stack[-1].bytes.add(bytes_taken(self.inner, nbytes))
             self._stack[-1].allocations.add(1)
         return address
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
         super().free(address, nbytes, stream)
         with self._lock:
-            self._stack[-1].bytes.subtract(nbytes)
+            self._stack[-1].bytes.subtract(bytes_taken(self.inner, nbytes))
             self._stack[-1].allocations.subtract(1)
 
     @property
@@ -170,8 +172,8 @@ class TrackingAdaptor(Adaptor):
 
     @property
     def outstanding_bytes(self) -> int:
-        """The sum of all bytes that are out."""
-        return sum(each.nbytes for each in self.outstanding())
+        """The bytes that all allocations take: whole multiples of the source's granularity."""
+        return sum(bytes_taken(self.inner, each.nbytes) for each in self.outstanding())
 
     def outstanding(self) -> list[Outstanding]:
         """The allocations that are out, oldest first."""
