@@ -24,7 +24,7 @@ from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import DoubleFree, InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
 from devalloc.sizes import format_size, parse_size, quote, size_option
-from devalloc.sources import Segment, SimulatedSource, Source
+from devalloc.sources import Segment, SimulatedSource, Source, VirtualSource
 from devalloc.tensors import Key, TensorStay, without_elements
 
 if TYPE_CHECKING:
@@ -81,14 +81,15 @@ class Arena(Owner):
         Default: the source's device; without a source the current CUDA device, or the CPU where
         there is none.
     source : str or Source, optional
-        ``"cuda"`` (cudaMalloc), ``"async"`` (cudaMallocFromPoolAsync), ``"host"`` (host memory),
-        or a source object. Default: ``"cuda"`` for a CUDA device, ``"host"`` for the CPU.
+        ``"cuda"`` (cudaMalloc), ``"virtual"`` (memory mapped into reserved addresses),
+        ``"async"`` (cudaMallocFromPoolAsync), ``"host"`` (host memory), or a source object.
+        Default: ``"cuda"`` for a CUDA device, ``"host"`` for the CPU.
     policy : str or Policy
         ``"torch"``, ``"tiny"``, ``"bfc"``, ``"auto_growth"``, ``"frugal"``, or a policy object
         with options; or PyTorch's settings, such as ``"max_split_size_mb:64"``.
     limit : int, str or float, optional
-        The most bytes that are taken from the source, up to 2**62; a float is a fraction of the
-        device's memory.
+        The most bytes that are taken from the source, up to 2**62, in whole multiples of its
+        granularity; a float is a fraction of the device's memory.
     share_streams : bool
         Reuse memory across streams, ordered by events: see `devalloc.cache.Cache`.
 
@@ -606,18 +607,29 @@ class Arena(Owner):
         """Give all idle memory back to the source; returns its bytes. Waits for pending frees.
 
         Idle memory that PyTorch took in `use` goes back too, and with it PyTorch's own idle memory
-        may, but not while a thread is inside `use`.
+        may, but not while a thread is inside `use`. The source ``"virtual"`` gives its idle handles
+        back to the device, except during a capture.
         """
         outside = 0 if self._pytorch is None else self._pytorch.empty()
-        return outside + self._cache.empty_cache()
+        released = outside + self._cache.empty_cache()
+        if isinstance(self._source, VirtualSource) and not self._streams.capturing():
+            self._source.trim()
+        return released
 
     def stats(self) -> dict[str, int]:
         """Statistics under the names of ``torch.cuda.memory_stats``: bytes and counts.
 
         Segments that PyTorch took in `use` are counted as ``outside_segment.current``,
-        ``.allocated``, ``.freed`` and ``outside_bytes.current``.
+        ``.allocated``, ``.freed`` and ``outside_bytes.current``. With the source ``"virtual"``
+        there are also ``virtual_bytes.address_space``, ``.mapped`` and ``.idle``: what the source
+        has reserved and mapped, and what all sources of the device keep idle.
         """
-        return {**self._cache.stats(), **self._cache.external.stats()}
+        stats = {**self._cache.stats(), **self._cache.external.stats()}
+        if isinstance(self._source, VirtualSource):
+            virtual = self._source.stats()
+            for name in ("address_space", "mapped", "idle"):
+                stats[f"virtual_bytes.{name}"] = getattr(virtual, name)
+        return stats
 
     def memory_allocated(self) -> int:
         """Bytes of live tensors, blocks and heaps, rounded as the policy does."""

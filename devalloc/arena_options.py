@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import torch
 
 from devalloc.arguments import known_device
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import parse_size, quote
-from devalloc.sources import AsyncSource, CudaSource, HostSource, Source
-
-_SOURCES: dict[str, Callable[[torch.device], Source]] = {
-    "cuda": CudaSource,
-    "async": AsyncSource,
-    "host": lambda device: HostSource(),
-}
+from devalloc.sources import Source
+from devalloc.sources.names import NAMES, kinds_of, named_source, require_kind
 
 # CUDA's names for its two default streams, as handles. The legacy one is 0 too.
 LEGACY_DEFAULT = 1
@@ -29,12 +23,6 @@ _MEMORY = ("device", "granularity", "allocate", "free", "view")
 """What an object must have to be asked for memory."""
 
 
-def known_source(name: str) -> None:
-    """Raise InvalidArgument unless a source has this name."""
-    if name not in _SOURCES:
-        raise InvalidArgument(f"unknown source {name!r}; there are {', '.join(_SOURCES)}")
-
-
 def place_of(device: torch.device | str | int | None, source: str | Source | None) -> torch.device:
     """The device that an arena with these arguments would be on.
 
@@ -45,7 +33,7 @@ def place_of(device: torch.device | str | int | None, source: str | Source | Non
     if source is not None and not isinstance(source, str):
         if isinstance(source, type) or not all(hasattr(source, name) for name in _MEMORY):
             raise InvalidArgument(
-                f"a source is one of {', '.join(_SOURCES)}, or an object with "
+                f"a source is one of {NAMES}, or an object with "
                 f"{', '.join(_MEMORY)}; not {source!r}"
             )
         if wanted is not None and wanted != source.device:
@@ -53,11 +41,12 @@ def place_of(device: torch.device | str | int | None, source: str | Source | Non
         return source.device
     if source is None:
         source = _default_source(wanted)
-    known_source(source)
-    kind = "cpu" if source == "host" else "cuda"
-    if wanted is not None and wanted.type != kind:
-        raise InvalidArgument(f"the source {source!r} has no memory on {wanted}")
-    if kind == "cpu":
+    if wanted is not None:
+        require_kind(source, wanted)
+    kinds = kinds_of(source)
+    if wanted is None and "cpu" in kinds and not torch.cuda.is_available():
+        wanted = torch.device("cpu")
+    if (wanted.type if wanted is not None else kinds[0]) == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise InvalidArgument('no CUDA device is available; use source="host" on this machine')
@@ -96,7 +85,7 @@ def resolve_source(device: torch.device | str | int | None, source: str | Source
         return source
     if place == _CURRENT:
         place = torch.device("cuda", torch.cuda.current_device())
-    return _SOURCES[source or _default_source(place)](place)
+    return named_source(source or _default_source(place), place)
 
 
 def resolve_limit(limit: int | str | float | None, device: torch.device) -> int | None:

@@ -35,6 +35,7 @@ from devalloc.leaks import LeakReport
 from devalloc.owner import Owner
 from devalloc.sizes import PAGE_BYTES, format_size, parse_size
 from devalloc.sources import CudaSource, HostSource, Segment, Source
+from devalloc.sources.names import NAMES, named_source
 
 __all__ = ["Heap", "Snapshot", "Stats"]
 
@@ -65,8 +66,9 @@ class Heap(Owner):
     device : torch.device, str or int, optional
         A CUDA device, or the CPU under Triton's interpreter. Default: the current CUDA device,
         or the CPU when interpreting.
-    source : Source, optional
-        Where the memory comes from. Default: cudaMalloc, or host memory when interpreting.
+    source : str or Source, optional
+        Where the memory comes from: ``"cuda"``, ``"virtual"``, ``"async"``, ``"host"``, or a source
+        object. Default: cudaMalloc, or host memory when interpreting.
     debug : bool or "full"
         Find overflows, uses after free, double frees and leaks, and say whose block it was: see
         docs/debug.md. The first 64 bytes of a freed block are watched, with "full" all of them.
@@ -77,7 +79,7 @@ class Heap(Owner):
     ------
     InvalidArgument
         If the capacity is under one page or over 512 GiB, the device cannot run the kernels, or
-        ``source`` is not a source.
+        ``source`` is not a source that has memory there.
     OutOfMemory
         If the source has not enough memory.
 
@@ -97,7 +99,7 @@ class Heap(Owner):
         self,
         capacity: int | str,
         device: torch.device | str | int | None = None,
-        source: Source | None = None,
+        source: str | Source | None = None,
         debug: bool | str = False,
     ) -> None:
         if debug not in (True, False, "full"):
@@ -114,9 +116,12 @@ class Heap(Owner):
         self.device = resolve_device(device)
         if source is None:
             source = HostSource() if self.device.type == "cpu" else CudaSource(self.device)
+        elif isinstance(source, str):
+            source = named_source(source, self.device)
         elif isinstance(source, type) or not callable(getattr(source, "allocate", None)):
             raise InvalidArgument(
-                f"a source is an object such as devalloc.sources.HostSource(), not {source!r}"
+                f"a source is one of {NAMES}, or an object such as "
+                f"devalloc.sources.HostSource(), not {source!r}"
             )
         self._geometry = Geometry.of(pages)
         self._failures_before = 0

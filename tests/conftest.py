@@ -7,6 +7,7 @@ one, so the choice is made here, before any test module is loaded.
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -105,3 +106,11 @@ def quick() -> Iterator[None]:
 
     with quick_interpreter():
         yield
+
+
+@pytest.fixture
+def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What Python was told of errors in finalizers."""
+    told: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: told.append(str(args.exc_value)))
+    return told

@@ -312,6 +312,7 @@ def test_info_command() -> None:
         "driver",
         "interpreter",
         "cudaMalloc",
+        'source "virtual"',
     ):
         assert word in text
 

@@ -181,6 +181,6 @@ def test_a_damaged_snapshot(
 def test_an_environment_has_a_reason_for_everything() -> None:
     found = inspect_environment()
     assert dict(found.packages)["torch"]
-    assert len(found.abilities) == 4
+    assert len(found.abilities) == 5
     assert all(ability.detail for ability in found.abilities)
     assert found.abilities[1].works

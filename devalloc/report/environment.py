@@ -7,6 +7,10 @@ import platform
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = ("torch", "triton", "cuda-python", "numpy", "matplotlib")
 TRUE_WORDS = ("1", "true", "yes", "on", "y")
@@ -31,7 +35,10 @@ class Environment:
 
 
 def inspect_environment() -> Environment:
-    """Inspect this machine. Imports torch and any CUDA libraries there are; starts no kernel."""
+    """Inspect this machine. Imports torch and any CUDA libraries there are; starts no kernel.
+
+    Maps 2 MiB on every CUDA device for a moment.
+    """
     return Environment(
         machine=[
             ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
@@ -39,7 +46,13 @@ def inspect_environment() -> Environment:
             *devices(),
         ],
         packages=[(name, package_version(name)) for name in PACKAGES],
-        abilities=[gpu_ability(), interpreter_ability(), cuda_malloc_ability(), picture_ability()],
+        abilities=[
+            gpu_ability(),
+            interpreter_ability(),
+            cuda_malloc_ability(),
+            virtual_memory_ability(),
+            picture_ability(),
+        ],
     )
 
 
@@ -142,6 +155,36 @@ def cuda_malloc_ability() -> Ability:
     if int(status) != 0 or count == 0:
         return Ability(name, False, f"the CUDA runtime says {status.name}")
     return Ability(name, True, f"through cuda-python, {count} device{'s' if count > 1 else ''}")
+
+
+def virtual_memory_ability() -> Ability:
+    """Whether memory can be mapped on every CUDA device: tried with the least that can be."""
+    name = 'source "virtual" on the GPU'
+    reason = why_not_importable("torch")
+    if reason:
+        return Ability(name, False, reason)
+    import torch
+
+    if not torch.cuda.is_available():
+        return Ability(name, False, f"{why_no_gpu()}; on the CPU its double works")
+    return virtual_memory_on([torch.device("cuda", at) for at in range(torch.cuda.device_count())])
+
+
+def virtual_memory_on(devices: list[torch.device]) -> Ability:
+    """`virtual_memory_ability` for these devices."""
+    from devalloc.sources import VirtualSource
+    from devalloc.sources.cuda_pages import CudaPages
+
+    name = 'source "virtual" on the GPU'
+    for device in devices:
+        try:
+            source = VirtualSource(device, CudaPages(device))  # with idle handles of its own
+            source.free(source.allocate(1), 1)
+            source.trim()
+        except Exception as error:  # the bindings raise when they find no library
+            return Ability(name, False, f"{device}: {str(error).partition(chr(10))[0]}")
+    unit = source.granularity >> 20
+    return Ability(name, True, f"mapped on demand, in multiples of {unit} MiB")
 
 
 def picture_ability() -> Ability:

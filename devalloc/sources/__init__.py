@@ -9,6 +9,7 @@ from devalloc.sources.cuda import CudaSource
 from devalloc.sources.host import HostSource, PinnedSource
 from devalloc.sources.simulated import SimulatedSource
 from devalloc.sources.stream_ordered import AsyncSource
+from devalloc.sources.virtual import VirtualSource, VirtualStats
 
 __all__ = [
     "AsyncSource",
@@ -19,4 +20,6 @@ __all__ = [
     "Segment",
     "SimulatedSource",
     "Source",
+    "VirtualSource",
+    "VirtualStats",
 ]

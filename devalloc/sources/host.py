@@ -51,7 +51,7 @@ class HostSource:
             self._maps.pop(address).close()
 
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
-        return _host_view(segment, offset, nbytes)
+        return host_view(segment, offset, nbytes)
 
 
 class PinnedSource:
@@ -105,10 +105,11 @@ class PinnedSource:
             cudart.check_freed(status, f"cudaFreeHost of {format_size(nbytes)}")
 
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
-        return _host_view(segment, offset, nbytes)
+        return host_view(segment, offset, nbytes)
 
 
-def _host_view(segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
+def host_view(segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
+    """A uint8 tensor over host memory; it keeps the segment alive."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     buffer: Any = (ctypes.c_ubyte * nbytes).from_address(segment.address + offset)

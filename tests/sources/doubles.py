@@ -1,9 +1,10 @@
-"""Sources for tests: one that checks its caller, and a CUDA runtime that only takes notes."""
+"""Sources for tests: one that checks its caller, a CUDA runtime that only takes notes, and a CUDA
+driver that keeps the rules of virtual memory."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -168,3 +169,169 @@ class FakeRuntime:
     def current(self, device: torch.device) -> Iterator[FakeRuntime]:
         """In place of `cudart.current`."""
         yield self
+
+
+class FakeDriver:
+    """The virtual memory of the CUDA driver, strictly: whoever breaks its rules gets INVALID_VALUE.
+
+    Enumerations and structs are the real ones. ``fail`` maps the name of a function to the statuses
+    that its next calls return; ``fail_at`` makes the call of that number fail, of whatever kind.
+    A handle is an int; ``capacity`` bytes can be created.
+    """
+
+    granule = 2 << 20
+
+    def __init__(self, capacity: int = 64 << 30) -> None:
+        from cuda.bindings import driver
+
+        self._real = driver
+        self.capacity = capacity
+        self.calls: list[tuple[Any, ...]] = []
+        self.fail: dict[str, list[Any]] = {}
+        self.fail_at: int | None = None
+        self.attributes = {
+            "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": 1,
+            "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED": 1,
+        }
+        self.reserved: dict[int, int] = {}
+        self.handles: dict[int, int] = {}
+        self.mapped: dict[int, tuple[int, int]] = {}  # address -> (bytes, handle)
+        self.accessible: set[int] = set()
+        self.properties: list[Any] = []
+        self._next = 1 << 40
+        self._handle = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def names(self) -> list[str]:
+        return [call[0] for call in self.calls]
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """All that a caller can have left behind."""
+        return self.reserved, self.handles, self.mapped, self.accessible
+
+    @contextmanager
+    def current(self, device: torch.device) -> Iterator[None]:
+        """In place of `cudart.current`."""
+        yield
+
+    def _status(self, name: str, *arguments: Any) -> Any:
+        self.calls.append((name, *arguments))
+        if len(self.calls) == self.fail_at:
+            return self.CUresult.CUDA_ERROR_UNKNOWN
+        injected = self.fail.get(name)
+        return injected.pop(0) if injected else self.CUresult.CUDA_SUCCESS
+
+    def _do(self, allowed: bool, action: Callable[[], object], *call: Any) -> tuple[Any]:
+        status = self._status(*call)
+        if status == self.CUresult.CUDA_SUCCESS:
+            if not allowed:
+                return (self.CUresult.CUDA_ERROR_INVALID_VALUE,)
+            action()
+        return (status,)
+
+    def cuDeviceGet(self, index: int) -> tuple[Any, int]:
+        return self._status("cuDeviceGet", index), 40 + index
+
+    def cuDeviceGetAttribute(self, attribute: Any, device: int) -> tuple[Any, int]:
+        status = self._status("cuDeviceGetAttribute", attribute.name, device)
+        return status, self.attributes[attribute.name]
+
+    def cuMemGetAllocationGranularity(self, properties: Any, option: Any) -> tuple[Any, int]:
+        return self._status("cuMemGetAllocationGranularity", option.name), self.granule
+
+    def cuMemAddressReserve(
+        self, nbytes: int, alignment: int, address: int, flags: int
+    ) -> tuple[Any, int]:
+        status = self._status("cuMemAddressReserve", nbytes, alignment, address, flags)
+        if status == self.CUresult.CUDA_SUCCESS:
+            if nbytes % self.granule or nbytes >= 1 << 47:
+                return self.CUresult.CUDA_ERROR_INVALID_VALUE, 0
+            self._next += nbytes + self.granule
+            self.reserved[self._next - nbytes] = nbytes
+        return status, self._next - nbytes
+
+    def cuMemAddressFree(self, address: int, nbytes: int) -> tuple[Any]:
+        allowed = self.reserved.get(address) == nbytes and not any(
+            address <= at < address + nbytes for at in self.mapped
+        )
+        return self._do(
+            allowed, lambda: self.reserved.pop(address), "cuMemAddressFree", address, nbytes
+        )
+
+    def cuMemCreate(self, nbytes: int, properties: Any, flags: int) -> tuple[Any, int]:
+        self.properties.append(properties)
+        status = self._status("cuMemCreate", nbytes, flags)
+        if status == self.CUresult.CUDA_SUCCESS:
+            if nbytes % self.granule:
+                return self.CUresult.CUDA_ERROR_INVALID_VALUE, 0
+            if sum(self.handles.values()) + nbytes > self.capacity:
+                return self.CUresult.CUDA_ERROR_OUT_OF_MEMORY, 0
+            self._handle += 1
+            self.handles[self._handle] = nbytes
+        return status, self._handle
+
+    def cuMemRelease(self, handle: int) -> tuple[Any]:
+        allowed = handle in self.handles and all(handle != each for _, each in self.mapped.values())
+        return self._do(allowed, lambda: self.handles.pop(handle), "cuMemRelease", handle)
+
+    def cuMemMap(
+        self, address: int, nbytes: int, offset: int, handle: int, flags: int
+    ) -> tuple[Any]:
+        inside = any(
+            at <= address and address + nbytes <= at + n for at, n in self.reserved.items()
+        )
+        free = all(
+            at + n <= address or address + nbytes <= at for at, (n, _) in self.mapped.items()
+        )
+        unused = all(handle != each for _, each in self.mapped.values())
+        whole = self.handles.get(handle) == nbytes and offset == flags == 0
+        return self._do(
+            inside and free and unused and whole,
+            lambda: self.mapped.update({address: (nbytes, handle)}),
+            "cuMemMap",
+            address,
+            nbytes,
+            offset,
+            handle,
+            flags,
+        )
+
+    def _tiles(self, address: int, nbytes: int) -> list[int] | None:
+        """The mappings that tile a range, or None."""
+        found, at = [], address
+        while at < address + nbytes and at in self.mapped:
+            found.append(at)
+            at += self.mapped[at][0]
+        return found if at == address + nbytes else None
+
+    def cuMemSetAccess(self, address: int, nbytes: int, access: Any, count: int) -> tuple[Any]:
+        tiles = self._tiles(address, nbytes)
+        (each,) = access
+        return self._do(
+            tiles is not None,
+            lambda: self.accessible.update(tiles or ()),
+            "cuMemSetAccess",
+            address,
+            nbytes,
+            (each.location.type.name, each.location.id, each.flags.name),
+            count,
+        )
+
+    def cuMemUnmap(self, address: int, nbytes: int) -> tuple[Any]:
+        tiles = self._tiles(address, nbytes)
+
+        def unmap() -> None:
+            for at in tiles or ():
+                del self.mapped[at]
+                self.accessible.discard(at)
+
+        return self._do(tiles is not None, unmap, "cuMemUnmap", address, nbytes)
+
+    def cuCtxSynchronize(self) -> tuple[Any]:
+        return (self._status("cuCtxSynchronize"),)
+
+    def cuStreamSynchronize(self, stream: int) -> tuple[Any]:
+        return (self._status("cuStreamSynchronize", stream),)

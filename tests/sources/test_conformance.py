@@ -27,6 +27,7 @@ from devalloc.sources import (
     Segment,
     SimulatedSource,
     Source,
+    VirtualSource,
 )
 from devalloc.sources.adaptors import (
     Adaptor,
@@ -56,12 +57,20 @@ def simulated(path: Path) -> Source:
     return SimulatedSource("1TiB")
 
 
+def virtual(path: Path) -> Source:
+    return VirtualSource(torch.device("cpu"))
+
+
 def cuda(path: Path) -> Source:
     return CudaSource(GPU)
 
 
 def stream_ordered(path: Path) -> Source:
     return AsyncSource(GPU, release_threshold="16MiB")
+
+
+def virtual_on_cuda(path: Path) -> Source:
+    return VirtualSource(GPU)
 
 
 def pinned(path: Path) -> Source:
@@ -93,10 +102,10 @@ def over_host(make: Callable[[Source, Path], Source]) -> Callable[[Path], Source
 
 
 CASES = [
-    *(pytest.param(make, id=make.__name__) for make in (host, crooked, simulated)),
+    *(pytest.param(make, id=make.__name__) for make in (host, crooked, simulated, virtual)),
     *(
         pytest.param(make, id=make.__name__, marks=pytest.mark.gpu)
-        for make in (cuda, stream_ordered, pinned)
+        for make in (cuda, stream_ordered, pinned, virtual_on_cuda)
     ),
     *(pytest.param(over_host(make), id=name) for name, make in ADAPTORS.items()),
     pytest.param(over_host(stacked), id="all-adaptors"),

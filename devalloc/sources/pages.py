@@ -1,0 +1,172 @@
+"""The calls that virtual memory is made of, and the CPU's double of them.
+
+Three kinds of calls: addresses are reserved and given up; physical memory is created in *handles*
+and released; a handle is mapped at reserved addresses, made accessible, and unmapped again. A
+handle cannot be split. Unmapping keeps the handle, so it can be mapped elsewhere.
+
+`devalloc.sources.virtual` checks every argument and undoes what is half done; the calls here only
+do it or raise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from devalloc.errors import DevallocError, OutOfMemory
+from devalloc.sizes import format_size, require_power_of_two
+from devalloc.sources.base import Segment
+from devalloc.sources.host import host_view
+
+
+class Pages(Protocol):
+    """Virtual memory of one device. All sizes and addresses are multiples of ``granularity``.
+
+    A call that raises has changed nothing.
+    """
+
+    device: torch.device
+    granularity: int
+    host_accessible: bool
+
+    def reserve(self, nbytes: int) -> int:
+        """Reserve addresses, aligned to the granularity; raises OutOfMemory."""
+        ...
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        """Give up a whole reservation, in which nothing is mapped."""
+        ...
+
+    def create(self, nbytes: int) -> Any:
+        """A handle of so much physical memory; raises OutOfMemory."""
+        ...
+
+    def release(self, handle: Any, nbytes: int) -> None:
+        """Give the memory of a handle, which is mapped nowhere, back to the device."""
+        ...
+
+    def map(self, address: int, handle: Any, nbytes: int) -> None:
+        """Map a whole handle at addresses where nothing is mapped. They stay inaccessible."""
+        ...
+
+    def allow(self, address: int, nbytes: int) -> None:
+        """Make a range accessible that is mapped without gaps."""
+        ...
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Unmap a range that is mapped without gaps, by whole handles. Waits for nothing."""
+        ...
+
+    def wait(self, stream: int | None) -> None:
+        """Wait for the work of one stream, or without one of the whole device."""
+        ...
+
+    def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor that keeps ``segment`` alive."""
+        ...
+
+
+_PROT_NONE = 0
+_PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_MADV_DONTNEED = 4
+"""Linux's numbers; Python names them only in some versions."""
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+@cache
+def _libc() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+    )  # fmt: skip
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    for name in ("mprotect", "madvise"):
+        getattr(library, name).argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return library
+
+
+def _reason() -> str:
+    return os.strerror(ctypes.get_errno())
+
+
+class HostPages:
+    """Host memory that behaves like a GPU's virtual memory.
+
+    A reservation is a private mapping without access, so touching an address where nothing is
+    mapped ends the process with a segmentation fault, as it ends a kernel with an illegal access.
+    Mapped pages are made accessible by mprotect; unmapping takes the access away and drops the
+    pages by madvise. So memory is zero each time it is mapped, and a handle is only a number: an
+    idle one holds no memory.
+
+    Parameters
+    ----------
+    granularity : int
+        Bytes, a power of two and no less than a page of the system. Default: that of GPUs.
+    """
+
+    device = torch.device("cpu")
+    host_accessible = True
+
+    def __init__(self, granularity: int = 2 << 20) -> None:
+        require_power_of_two("a granularity", granularity)
+        self.granularity = max(granularity, mmap.PAGESIZE)
+
+    def __repr__(self) -> str:
+        return "HostPages()"
+
+    def reserve(self, nbytes: int) -> int:
+        # (Private: after a fork, parent and child must not write to each other's memory.)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        wanted = nbytes + self.granularity
+        raw = _libc().mmap(None, wanted, _PROT_NONE, flags, -1, 0)
+        if raw in (None, _MAP_FAILED):
+            raise OutOfMemory(
+                f"host memory: cannot reserve {format_size(nbytes)} of addresses ({_reason()}); "
+                "ask for less"
+            )
+        address: int = (raw + self.granularity - 1) & -self.granularity
+        # What lies outside goes back; if that fails, addresses are lost and no memory.
+        if address > raw:
+            _libc().munmap(raw, address - raw)
+        if end := raw + wanted - address - nbytes:
+            _libc().munmap(address + nbytes, end)
+        return address
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        if _libc().munmap(address, nbytes):
+            raise DevallocError(f"munmap of {format_size(nbytes)} failed: {_reason()}")
+
+    def create(self, nbytes: int) -> int:
+        return nbytes
+
+    def release(self, handle: int, nbytes: int) -> None:
+        pass
+
+    def map(self, address: int, handle: int, nbytes: int) -> None:
+        pass
+
+    def allow(self, address: int, nbytes: int) -> None:
+        if _libc().mprotect(address, nbytes, _PROT_READ_WRITE):
+            raise OutOfMemory(
+                f"host memory: cannot map {format_size(nbytes)} ({_reason()}); ask for less"
+            )
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        if _libc().mprotect(address, nbytes, _PROT_NONE):
+            raise DevallocError(f"mprotect of {format_size(nbytes)} failed: {_reason()}")
+        if _libc().madvise(address, nbytes, _MADV_DONTNEED):
+            reason = _reason()
+            _libc().mprotect(address, nbytes, _PROT_READ_WRITE)
+            raise DevallocError(f"madvise of {format_size(nbytes)} failed: {reason}")
+
+    def wait(self, stream: int | None) -> None:
+        pass
+
+    def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
+        return host_view(segment, offset, nbytes)
