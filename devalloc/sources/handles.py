@@ -55,7 +55,7 @@ class HandlePool:
     """
 
     def __init__(self, pages: Pages, limit: int | str = DEFAULT_IDLE_LIMIT) -> None:
-        self._pages = pages
+        self.pages = pages
         self._limit = parse_size(limit)
         self._numbers = itertools.count()
         # By size, the oldest first. Sizes stay: there are only as many as multiples of the
@@ -100,10 +100,10 @@ class HandlePool:
 
     def _make(self, nbytes: int) -> Handle:
         try:
-            value = self._pages.create(nbytes)
+            value = self.pages.create(nbytes)
         except OutOfMemory:
             self.trim()
-            value = self._pages.create(nbytes)
+            value = self.pages.create(nbytes)
         self.created += 1
         return Handle(nbytes, value, next(self._numbers))
 
@@ -165,7 +165,7 @@ class HandlePool:
 
     def _release(self, handle: Handle) -> None:
         try:
-            self._pages.release(handle.value, handle.nbytes)
+            self.pages.release(handle.value, handle.nbytes)
         except BaseException:
             self._idle.setdefault(handle.nbytes, []).append(handle)
             raise

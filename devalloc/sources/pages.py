@@ -95,14 +95,25 @@ def _reason() -> str:
     return os.strerror(ctypes.get_errno())
 
 
+class _HostHandle:
+    """``nbytes`` of host memory, whose contents lie where they were mapped last, if anywhere."""
+
+    __slots__ = ("nbytes", "place")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.place: int | None = None
+
+
 class HostPages:
     """Host memory that behaves like a GPU's virtual memory.
 
     A reservation is a private mapping without access, so touching an address where nothing is
     mapped ends the process with a segmentation fault, as it ends a kernel with an illegal access.
-    Mapped pages are made accessible by mprotect; unmapping takes the access away and drops the
-    pages by madvise. So memory is zero each time it is mapped, and a handle is only a number: an
-    idle one holds no memory.
+    mprotect makes mapped pages accessible, and unmapping takes the access away. The contents of an
+    unmapped handle stay where they were, and are there again if it is mapped at the same place,
+    until the handle is released or mapped elsewhere, another is mapped there, or the addresses are
+    given up: then madvise drops the pages. Contents are undefined in all other cases, as on a GPU.
 
     Parameters
     ----------
@@ -116,6 +127,9 @@ class HostPages:
     def __init__(self, granularity: int = 2 << 20) -> None:
         require_power_of_two("a granularity", granularity)
         self.granularity = max(granularity, mmap.PAGESIZE)
+        # The mapped handles, and those that are not and have contents, by address.
+        self._mapped: dict[int, _HostHandle] = {}
+        self._resting: dict[int, _HostHandle] = {}
 
     def __repr__(self) -> str:
         return "HostPages()"
@@ -139,17 +153,27 @@ class HostPages:
         return address
 
     def unreserve(self, address: int, nbytes: int) -> None:
+        # Before: afterwards the addresses may be somebody else's.
+        self._forget(address, nbytes)
         if _libc().munmap(address, nbytes):
             raise DevallocError(f"munmap of {format_size(nbytes)} failed: {_reason()}")
 
-    def create(self, nbytes: int) -> int:
-        return nbytes
+    def create(self, nbytes: int) -> _HostHandle:
+        return _HostHandle(nbytes)
 
-    def release(self, handle: int, nbytes: int) -> None:
-        pass
+    def release(self, handle: _HostHandle, nbytes: int) -> None:
+        if handle.place is not None:
+            self._drop(handle.place, nbytes)
+            del self._resting[handle.place]
+            handle.place = None
 
-    def map(self, address: int, handle: int, nbytes: int) -> None:
-        pass
+    def map(self, address: int, handle: _HostHandle, nbytes: int) -> None:
+        if handle.place != address:
+            self.release(handle, nbytes)
+            self._drop(address, nbytes)
+        self._forget(address, nbytes)
+        handle.place = address
+        self._mapped[address] = handle
 
     def allow(self, address: int, nbytes: int) -> None:
         if _libc().mprotect(address, nbytes, _PROT_READ_WRITE):
@@ -160,10 +184,21 @@ class HostPages:
     def unmap(self, address: int, nbytes: int) -> None:
         if _libc().mprotect(address, nbytes, _PROT_NONE):
             raise DevallocError(f"mprotect of {format_size(nbytes)} failed: {_reason()}")
+        end = address + nbytes
+        while address < end:
+            handle = self._resting[address] = self._mapped.pop(address)
+            address += handle.nbytes
+
+    def _drop(self, address: int, nbytes: int) -> None:
         if _libc().madvise(address, nbytes, _MADV_DONTNEED):
-            reason = _reason()
-            _libc().mprotect(address, nbytes, _PROT_READ_WRITE)
-            raise DevallocError(f"madvise of {format_size(nbytes)} failed: {reason}")
+            raise DevallocError(f"madvise of {format_size(nbytes)} failed: {_reason()}")
+
+    def _forget(self, address: int, nbytes: int) -> None:
+        """What rests in a range has no contents any more."""
+        for place, handle in tuple(self._resting.items()):
+            if place < address + nbytes and address < place + handle.nbytes:
+                handle.place = None
+                self._resting.pop(place, None)
 
     def wait(self, stream: int | None) -> None:
         pass

@@ -45,7 +45,8 @@ class VirtualStats:
     mapped : int
         Physical memory behind them.
     idle : int
-        Physical memory in idle handles, which all sources of the device share.
+        Physical memory in handles that are mapped nowhere: idle ones, which all sources of the
+        device share, and those that `VirtualSource.detach` holds.
     idle_limit : int
         Up to how much of it is kept.
     handles_created, handles_reused : int
@@ -70,6 +71,7 @@ class _Reservation:
         self.lock = threading.RLock()
         self.ended = False
         self.mapped = 0
+        self.held: list[tuple[int, Handle]] = []
         self._offsets: list[int] = []
         self._handles: dict[int, Handle] = {}
 
@@ -110,7 +112,7 @@ class VirtualSource:
     """Memory mapped into reserved addresses, on a CUDA device or the CPU.
 
     On the CPU it is a double of the GPU's: the same rules, in host memory (`HostPages`). Mapped
-    memory is uninitialised on a GPU, and zero on the CPU.
+    memory is uninitialised.
 
     Parameters
     ----------
@@ -128,9 +130,8 @@ class VirtualSource:
 
     def __init__(self, device: torch.device, pages: Pages | None = None) -> None:
         if pages is None:
-            shared = CudaPages(device) if device.type == "cuda" else HostPages()
-            self._pool = pool_of(shared)
-            pages = shared
+            self._pool = pool_of(CudaPages(device) if device.type == "cuda" else HostPages())
+            pages = self._pool.pages
         else:
             self._pool = HandlePool(pages)
         self.device = pages.device
@@ -174,6 +175,7 @@ class VirtualSource:
                     self._pages.wait(stream)
                 for offset, mapped in found.runs():
                     self._unmap(found, offset, mapped, keep=True)
+                self._discard(found, keep=True)
                 found.ended = True
             self._give_up(found)
 
@@ -233,6 +235,7 @@ class VirtualSource:
         require_power_of_two("the largest handle", unit)
         found = self._find(address)
         with found.lock:
+            self._require_attached(found)
             size = self._part(found, offset, nbytes)
             for place, handle in found.between(offset, offset + size):
                 raise InvalidArgument(
@@ -265,6 +268,38 @@ class VirtualSource:
         with found.lock:
             self._unmap(found, offset, self._part(found, offset, nbytes), keep)
 
+    def detach(self, address: int) -> None:
+        """Unmap all that is mapped in a reservation, and hold the handles with their contents.
+
+        `attach` maps them again where they were; `discard`, like `free`, gives them back. Until
+        then nothing can be mapped in the reservation. Does not wait, as `unmap`. If it raises,
+        nothing has changed, or the error says what could not be undone.
+        """
+        found = self._find(address)
+        with found.lock:
+            self._require_attached(found)
+            for offset, nbytes in found.runs():
+                handles = list(found.between(offset, offset + nbytes))
+                try:
+                    self._pages.unmap(found.address + offset, nbytes)
+                except BaseException:
+                    self._attach(found)
+                    raise
+                found.remove(offset, [handle for _, handle in handles])
+                found.held += handles
+
+    def attach(self, address: int) -> None:
+        """Map again what `detach` holds, with the same contents."""
+        found = self._find(address)
+        with found.lock:
+            self._attach(found)
+
+    def discard(self, address: int) -> None:
+        """Give the handles that `detach` holds back to the device, and their contents up."""
+        found = self._find(address)
+        with found.lock:
+            self._discard(found, keep=False)
+
     # Idle memory ----------------------------------------------------------------------------------
 
     @property
@@ -286,7 +321,8 @@ class VirtualSource:
         return VirtualStats(
             address_space=sum(each.nbytes for each in reservations),
             mapped=sum(each.mapped for each in reservations),
-            idle=self._pool.idle,
+            idle=self._pool.idle
+            + sum(handle.nbytes for each in reservations for _, handle in tuple(each.held)),
             idle_limit=self._pool.limit,
             handles_created=self._pool.created,
             handles_reused=self._pool.reused,
@@ -329,6 +365,29 @@ class VirtualSource:
                 f"{self.granularity} B within it"
             )
         return size
+
+    def _require_attached(self, found: _Reservation) -> None:
+        if found.held:
+            raise InvalidArgument(
+                f"the memory of the reservation at {found.address:#x} is detached; attach or "
+                "discard it first"
+            )
+
+    def _attach(self, found: _Reservation) -> None:
+        while found.held:
+            offset, handle = found.held[-1]
+            self._pages.map(found.address + offset, handle.value, handle.nbytes)
+            try:
+                self._pages.allow(found.address + offset, handle.nbytes)
+            except BaseException:
+                self._pages.unmap(found.address + offset, handle.nbytes)
+                raise
+            found.enter(offset, [handle])
+            found.held.pop()
+
+    def _discard(self, found: _Reservation, keep: bool) -> None:
+        while found.held:
+            self._pool.give(found.held.pop()[1], keep)
 
     def _map(self, found: _Reservation, offset: int, nbytes: int, largest: int) -> None:
         start = found.address + offset

@@ -247,6 +247,48 @@ def test_access_is_set_again_while_the_driver_is_not_ready(
     assert not any(fake.state)
 
 
+def test_detached_memory_is_held(source: VirtualSource, fake: FakeDriver) -> None:
+    address = source.reserve(16 * MIB)
+    source.map(address, 0, 4 * MIB, largest="2MiB")
+    source.map(address, 8 * MIB, 8 * MIB)
+    before = dict(fake.mapped)
+    fake.calls.clear()
+    source.detach(address)
+    assert fake.names() == ["cuMemUnmap"] * 2
+    assert not fake.mapped
+    assert (source.stats().mapped, source.stats().idle) == (0, 12 * MIB)
+    assert source.trim() == 0, "nobody else gets it"
+    for call in (source.map, source.detach):
+        with pytest.raises(InvalidArgument, match="is detached; attach or discard it first"):
+            call(address)
+    source.attach(address)
+    source.attach(address)
+    assert fake.mapped == before, "the same handles, at their places"
+    consistent(source, fake)
+    source.detach(address)
+    source.discard(address)
+    source.discard(address)
+    assert not fake.handles, "the device has it back"
+    source.map(address)
+    source.detach(address)
+    source.free(address, 16 * MIB)
+    assert source.stats().idle == 16 * MIB
+
+
+def test_on_the_cpu_detached_memory_keeps_its_contents() -> None:
+    source = VirtualSource(CPU, HostPages())
+    address = source.allocate(4 * MIB)
+    ctypes.memset(address, 5, 4 * MIB)
+    source.detach(address)
+    source.attach(address)
+    assert ctypes.string_at(address, 4 * MIB) == b"\x05" * (4 * MIB)
+    source.detach(address)
+    source.discard(address)
+    source.map(address)
+    assert ctypes.string_at(address, 4 * MIB) == bytes(4 * MIB)
+    source.free(address, 4 * MIB)
+
+
 # Failures -----------------------------------------------------------------------------------------
 
 
@@ -264,6 +306,13 @@ def scenario(source: VirtualSource, record: list[tuple[int, int]]) -> None:
     source.unmap(second, 8 * MIB, 8 * MIB)
     source.map(second, 8 * MIB, 8 * MIB)
     source.unmap(second, 16 * MIB, 16 * MIB, keep=False)
+    source.map(second, 48 * MIB, 16 * MIB, largest="8MiB")
+    source.detach(second)
+    source.attach(second)
+    source.detach(second)
+    source.discard(second)
+    source.map(second)
+    source.detach(second)
     source.free(first, 3 * GIB)
     record.remove((first, 3 * GIB))
     source.free(second, 64 * MIB)
@@ -586,17 +635,39 @@ def test_a_pool_refuses_no_handle(source: VirtualSource, fake: FakeDriver) -> No
 # The double on the CPU ----------------------------------------------------------------------------
 
 
-def test_on_the_cpu_memory_comes_zeroed_and_keeps_its_place() -> None:
+def test_on_the_cpu_memory_keeps_its_place() -> None:
     source = VirtualSource(CPU)
     segment = Segment(source, 8 * MIB)
     view = segment.view()
     view.fill_(7)
-    source.unmap(segment.address, 0)
-    source.map(segment.address, 0)
+    source.unmap(segment.address, keep=False)
+    source.map(segment.address)
     assert view.data_ptr() == segment.address
-    assert int(view.sum()) == 0
+    assert int(view.sum()) == 0, "nothing stays of what was released"
     view.fill_(8)
     assert int(view[-1]) == 8
+
+
+def test_on_the_cpu_contents_stay_with_the_place() -> None:
+    """Until the handle is mapped elsewhere, or another there."""
+    source = VirtualSource(CPU, HostPages())
+    first, second = source.allocate(2 * MIB), source.reserve(4 * MIB)
+    ctypes.memset(first, 1, 2 * MIB)
+    source.unmap(first)
+    source.map(first)
+    assert ctypes.string_at(first, 8) == b"\x01" * 8
+    source.unmap(first)
+    source.map(second, 2 * MIB, 2 * MIB)
+    assert ctypes.string_at(second + 2 * MIB, 8) == bytes(8), "moved: dropped there"
+    ctypes.memset(second + 2 * MIB, 2, 2 * MIB)
+    source.unmap(second, 2 * MIB, 2 * MIB)
+    source.map(second)
+    assert ctypes.string_at(second + 2 * MIB, 8) == bytes(8), "another handle"
+    ctypes.memset(second, 3, 4 * MIB)
+    source.map(first)
+    assert ctypes.string_at(second, 4 * MIB) == b"\x03" * (4 * MIB), "what rested there is gone"
+    source.free(first, 2 * MIB)
+    source.free(second, 4 * MIB)
 
 
 def resident() -> int:
@@ -611,7 +682,7 @@ def test_on_the_cpu_unmapped_memory_is_back() -> None:
     before = resident()
     ctypes.memset(address, 1, 128 * MIB)
     assert resident() - before > 100 * MIB
-    source.unmap(address, 0, 128 * MIB)
+    source.unmap(address, 0, 128 * MIB, keep=False)
     assert resident() - before < 28 * MIB
     source.free(address, 1 << 40)
 
@@ -666,9 +737,13 @@ def test_on_the_cpu_every_call_may_fail(
     if call in ("mmap", "mprotect"):
         with pytest.raises(OutOfMemory, match=r"Cannot allocate memory.*ask for less"):
             source.allocate(5000)
-    if call in ("mprotect", "madvise"):
-        with pytest.raises(DevallocError, match=rf"{call} of 2 MiB failed: Cannot allocate"):
+    if call == "madvise":
+        with pytest.raises(DevallocError, match=r"madvise of 2 MiB failed: Cannot allocate"):
+            source.allocate(5000)
+    if call == "mprotect":
+        with pytest.raises(DevallocError, match=r"mprotect of 2 MiB failed: Cannot allocate"):
             source.free(address, 5000)
+    if call != "munmap":
         assert ctypes.string_at(address, 5000) == b"\x05" * 5000
     assert bool(unraisable) == (call == "mprotect"), "a map that could not be undone"
     monkeypatch.setattr(pages, "_libc", lambda: libc)
