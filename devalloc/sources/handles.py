@@ -177,14 +177,17 @@ class _Releaser:
     def __init__(self) -> None:
         self._pools: queue.SimpleQueue[HandlePool | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.RLock()
         self._ended = False
 
     def start(self) -> None:
-        if self._thread is None and not self._ended:
-            thread = self._thread = threading.Thread(
-                target=self._run, name="devalloc-release", daemon=True
-            )
-            thread.start()
+        if self._thread is not None:
+            return
+        with self._starting:
+            if self._thread is None and not self._ended:
+                thread = threading.Thread(target=self._run, name="devalloc-release", daemon=True)
+                self._thread = thread
+                thread.start()
 
     def wake(self, pool: HandlePool) -> None:
         # (May be called in a finalizer, also of a thread that is inside.)

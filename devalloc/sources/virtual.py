@@ -120,7 +120,7 @@ class VirtualSource:
         With an index if it is a CUDA device.
     pages : Pages, optional
         What makes the calls. Default: those of the device, with the pool of idle handles that all
-        its sources share. With ``pages`` the source has a pool of its own.
+        its sources share. With ``pages`` the source has a pool of its own, which `trim` empties.
 
     Raises
     ------
