@@ -11,7 +11,7 @@ import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from devalloc.arguments import known_device, sizes_of
 from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import DoubleFree, InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
+from devalloc.regions import RegionInfo, Regions
 from devalloc.sizes import format_size, parse_size, quote, size_option
 from devalloc.sources import Segment, SimulatedSource, Source, VirtualSource
 from devalloc.tensors import Key, TensorStay, without_elements
@@ -128,6 +129,8 @@ class Arena(Owner):
         self._closed = False
         self._installed = False
         self._pytorch: Pool | None = None
+        self._regions = Regions(self._cache)
+        weakref.finalize(self, self._regions.abandon).atexit = False
         # For an arena that is dropped without close(). Live tensors keep the cache alive.
         weakref.finalize(self, self._cache.close).atexit = False
 
@@ -215,6 +218,7 @@ class Arena(Owner):
             if self._pytorch is not None:
                 self._pytorch.empty()
         finally:
+            self._regions.abandon()
             self._cache.close()
 
     def __enter__(self) -> Arena:
@@ -478,6 +482,8 @@ class Arena(Owner):
                 "own memory there is Tensor.record_stream"
             )
         if address:
+            if refusal := self._cache.refusal_at(address):
+                raise InvalidArgument(f"cannot record a stream: {refusal}")
             self._cache.record_stream(address, resolve_stream(handle, self.device), claim)
 
     def _is_here(self, device: torch.device) -> bool:
@@ -490,6 +496,75 @@ class Arena(Owner):
                 f"a stream is a torch.cuda.Stream on {self.device} or its handle, not {stream!r}"
             )
         return stream.cuda_stream
+
+    # Regions --------------------------------------------------------------------------------------
+
+    def region(
+        self, tag: str = "default", *, backup: str | None = None, on_resume: str = "undefined"
+    ) -> AbstractContextManager[None]:
+        """Within it this thread's allocations belong to a region, which `pause` takes away.
+
+        Regions nest, and the inner one wins. Threads do not see each other's. A tag may be entered
+        again, with the same options.
+
+        Parameters
+        ----------
+        tag : str
+            The region's name.
+        backup : {None, "cpu"}
+            Whether `pause` saves the contents of live tensors and blocks in host memory.
+        on_resume : {"undefined", "zero"}
+            The contents of what has no backup after `resume`.
+
+        Raises
+        ------
+        InvalidArgument
+            For a closed arena or one made by `install`, a source other than ``"virtual"``, or a tag
+            that has other options.
+        """
+        self._require_open()
+        if self._installed:
+            raise InvalidArgument("an arena that serves all of PyTorch has no regions")
+        return self._regions.enter(tag, backup, on_resume)
+
+    def pause(self, tag: str | None = None, streams: Sequence[int] | None = None) -> None:
+        """Give the memory of a region back to the device, and keep its addresses.
+
+        Everything that lives there stays where it is and must not be used until `resume`. It may be
+        freed. Without a tag, all regions that are awake are paused, all or none. Pausing what
+        sleeps changes nothing. If it raises, nothing has changed.
+
+        Waits for the streams that own blocks of the region, for recorded ones, and for ``streams``
+        (handles). Work on other streams must not use the region any more.
+
+        Raises
+        ------
+        InvalidArgument
+            For an unknown tag, during a capture, or if a heap lives in the region.
+        OutOfMemory
+            If there is no host memory for the backup.
+        """
+        self._require_open()
+        self._regions.pause(tag, streams)
+
+    def resume(self, tag: str | None = None) -> None:
+        """Put memory behind the addresses of a region again, with the contents of its backup.
+
+        Without a tag, all regions that sleep are resumed, all or none. Resuming what is awake
+        changes nothing. Later work of every stream sees the contents.
+
+        Raises
+        ------
+        OutOfMemory
+            If the device or the limit does not allow it; the region sleeps on, with its backup.
+        InvalidArgument
+            For an unknown tag, or during a capture.
+        """
+        self._regions.resume(tag)
+
+    def tags(self) -> list[RegionInfo]:
+        """The regions: tag, bytes of its segments, and ``"awake"`` or ``"asleep"``."""
+        return self._regions.tags()
 
     # Graphs ---------------------------------------------------------------------------------------
 
@@ -691,9 +766,12 @@ class _ArenaSource:
         self.capabilities = arena._source.capabilities
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
-        return self._arena._malloc(nbytes, self._arena._owner(stream))
+        address = self._arena._malloc(nbytes, self._arena._owner(stream))
+        self._arena._regions.heaps.add(address)
+        return address
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
+        self._arena._regions.heaps.discard(address)
         # (Called when a segment ends, which may be in the middle of any other call.)
         self._arena._cache.free_in_finalizer(address)
 

@@ -43,7 +43,7 @@ HOST_LAYERS = [
     {"sources", "heap_state", "leaks", "rows"},
     {"debug_table"},
     {"cache", "heap"},
-    {"tensors", "arena_options"},
+    {"tensors", "arena_options", "regions"},
     {"interop"},
     {"arena"},
     {"__init__"},

@@ -105,8 +105,10 @@ def _check_pending(store: Store) -> None:
 def _check_sums(store: Store) -> None:
     segments = sum(segment.size for segment in store.segments.values())
     _require(store.reserved == segments, f"C3: {store.reserved} B reserved, segments {segments} B")
+    asleep = sum(segment.size for segment in store.segments.values() if segment.asleep)
+    _require(store.asleep == asleep, f"C3: {store.asleep} B asleep, segments {asleep} B")
     if store.limit is not None:
-        held = segments + store.external.held
+        held = segments + store.external.held - asleep
         _require(held <= store.limit, f"C3: {held} B reserved over the limit")
     for pool in store.all_pools():
         idle = {at for at, each in store.segments.items() if each.pool is pool and each.idle}
@@ -163,6 +165,7 @@ def repair(store: Store) -> None:
         del store.history.frames[address]
     pending.uses = {at: users for at, users in pending.uses.items() if at in active}
     store.reserved = sum(segment.size for segment in store.segments.values())
+    store.asleep = sum(each.size for each in store.segments.values() if each.asleep)
     store.asking = 0
     free = [block for block in blocks.values() if block.state == FREE]
     for block in free:

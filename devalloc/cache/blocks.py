@@ -121,15 +121,19 @@ class SortedSet(Generic[T]):
 
 
 class Segment:
-    """One piece of memory from the source: ``size`` bytes at ``address``, taken for ``stream``."""
+    """One piece of memory from the source: ``size`` bytes at ``address``, taken for ``stream``.
 
-    __slots__ = ("address", "first", "frames", "pool", "size", "stream")
+    ``asleep`` says that only its addresses are there, and no memory (`devalloc.cache.sleep`).
+    """
+
+    __slots__ = ("address", "asleep", "first", "frames", "pool", "size", "stream")
 
     def __init__(self, address: int, size: int, stream: int, pool: Pool) -> None:
         self.address = address
         self.size = size
         self.stream = stream
         self.pool = pool
+        self.asleep = False
         self.first: Block
         self.frames: list[dict[str, object]] | None = None
 
@@ -348,15 +352,17 @@ class PoolSet:
     """A small and a large pool: the default ones, or the private ones of graphs.
 
     ``uses`` counts the graphs that may still read and write the memory. When it is zero, segments
-    are given back as soon as they are idle.
+    are given back as soon as they are idle. ``refusal``, if not empty, says why nothing can be
+    allocated there now.
     """
 
-    __slots__ = ("owner", "pools", "uses")
+    __slots__ = ("owner", "pools", "refusal", "uses")
 
     def __init__(self, owner: tuple[int, int]) -> None:
         self.owner = owner
         self.pools = (Pool(0, owner), Pool(1, owner))
         self.uses = 1
+        self.refusal = ""
 
     @property
     def segments(self) -> int:

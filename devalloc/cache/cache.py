@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from devalloc.cache import audit, forks, history, reports
+from devalloc.cache import audit, forks, history, reports, sleep
 from devalloc.cache import statistics as rows
 from devalloc.cache.blocks import FREE, LIVE, Block, PoolSet
 from devalloc.cache.external import External
@@ -412,6 +412,8 @@ class Cache(Owner):
             store.pending.process_events()
             self._watch()
         pools = self._still_there(routed)
+        if pools.refusal:
+            raise InvalidArgument(pools.refusal)
         home = pools.pools[index].list_of(stream)
         if rounded > _LARGE and self._front_calls - self._changed_at < _QUIET:
             self._flush_front()  # so that the block is placed as if there were no front
@@ -779,6 +781,37 @@ class Cache(Owner):
         """For finalizers: nobody can release the pools any more, or use them."""
         pools.uses = 0
         self.free_in_finalizer(0)
+
+    # Regions: see `devalloc.cache.sleep` ----------------------------------------------------------
+
+    @_entry
+    def begin_change(self, pools: PoolSet, refusal: str) -> list[sleep.Content]:
+        """Refuse allocations from private pools, with this text, and tell what lives there.
+
+        Idle segments go back to the source. Raises InvalidArgument during a capture.
+        """
+        self._store.pending.process_events()
+        return sleep.begin(self._store, pools, refusal)
+
+    @_entry
+    def mark_asleep(self, pools: PoolSet, asleep: bool, refusal: str) -> None:
+        """Say whether the segments of private pools have memory, and what is refused there.
+
+        Raises OutOfMemory if the limit forbids that they have it; nothing has changed then.
+        """
+        sleep.mark(self._store, pools, asleep, refusal)
+
+    @_entry
+    def bytes_of(self, pools: PoolSet) -> int:
+        """Bytes of the segments of private pools."""
+        return sum(segment.size for segment in sleep.segments_of(self._store, pools))
+
+    def refusal_at(self, address: int) -> str:
+        """Why the memory at an address cannot be used now; empty if it can."""
+        block = self._store.blocks.get(address)
+        if block is None:
+            return ""
+        return self._store.privates.get(block.segment.pool.owner, self._store.default).refusal
 
     # The front ------------------------------------------------------------------------------------
 

@@ -92,6 +92,8 @@ class Store:
         self.reserved = 0
         self.asking = 0
         """Bytes that the source is being asked for: announced before the limit is looked at."""
+        self.asleep = 0
+        """Bytes of segments that have no memory now: reserved, and not taken."""
         self.blocks: dict[int, Block] = {}
         self.segments: dict[int, Segment] = {}
         self.default = PoolSet((0, 0))
@@ -408,8 +410,11 @@ class Store:
 
     @property
     def taken(self) -> int:
-        """Bytes that count against the limit: own segments, `external`, those asked for."""
-        return self.reserved + self.asking + self.external.reserved
+        """Bytes that count against the limit: own segments, `external`, those asked for.
+
+        Segments that sleep do not.
+        """
+        return self.reserved + self.asking + self.external.reserved - self.asleep
 
     def grow(self, request: Request, nbytes: int) -> Block | None:
         """Ask the source for a segment of at least ``nbytes`` and serve the request from it.
@@ -472,6 +477,7 @@ class Store:
             if taken:
                 del self.segments[segment.address]
                 self.reserved -= segment.size
+                self.asleep -= segment.size if segment.asleep else 0
         block.home.remove(block.size, block.address)
         self.stamps.pop(block.address, None)
         del self.blocks[block.address]

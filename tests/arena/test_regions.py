@@ -1,0 +1,402 @@
+"""Regions: memory that is taken away and given back at its place (docs/regions.md).
+
+On the CPU's double, unless marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from devalloc import Arena, DevallocError, InvalidArgument, OutOfMemory
+from devalloc.sources import VirtualSource
+from devalloc.sources.pages import HostPages
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+
+
+class Failing(HostPages):
+    """Raises at the call of number ``at``, counted from when it was set."""
+
+    at: int | None = None
+    calls: int = 0
+
+    def arm(self, at: int | None) -> None:
+        self.at, self.calls = at, 0
+
+    def _count(self) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            raise OutOfMemory("injected; ask for less")
+
+    def create(self, nbytes: int) -> object:
+        self._count()
+        return super().create(nbytes)
+
+    def map(self, address: int, handle: object, nbytes: int) -> None:
+        self._count()
+        super().map(address, handle, nbytes)
+
+    def allow(self, address: int, nbytes: int) -> None:
+        self._count()
+        super().allow(address, nbytes)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        self._count()
+        super().unmap(address, nbytes)
+
+
+@pytest.fixture
+def pages() -> Failing:
+    return Failing()
+
+
+@pytest.fixture
+def source(pages: Failing) -> VirtualSource:
+    return VirtualSource(CPU, pages)
+
+
+@pytest.fixture
+def arena(source: VirtualSource):
+    with Arena(source=source) as made:
+        yield made
+        made.cache.audit()
+    gc.collect()
+
+
+def mapped(arena: Arena) -> int:
+    return arena.stats()["virtual_bytes.mapped"]
+
+
+def test_memory_goes_and_comes_back_at_its_place(arena: Arena) -> None:
+    with arena.region("weights", backup="cpu"):
+        weights = arena.full((5_000_000,), 3.0)
+    with arena.region("cache"):
+        cache = arena.full((3_000_000,), 4.0)
+    outside = arena.full((1000,), 5.0)
+    place, before = weights.data_ptr(), mapped(arena)
+    arena.pause("weights")
+    assert [(each.tag, each.state) for each in arena.tags()] == [
+        ("weights", "asleep"),
+        ("cache", "awake"),
+    ]
+    assert before - mapped(arena) == 20 * MIB
+    assert arena.stats()["virtual_bytes.idle"] == 0, "the device has it"
+    assert float(cache.sum()) == 12e6
+    assert float(outside.sum()) == 5000
+    arena.pause("weights")
+    arena.pause()
+    assert mapped(arena) == 2 * MIB, "only what is in no region"
+    arena.resume()
+    arena.resume()
+    assert {each.state for each in arena.tags()} == {"awake"}
+    assert mapped(arena) == before
+    assert weights.data_ptr() == place
+    assert bool((weights == 3).all())
+
+
+def test_content_without_a_backup(arena: Arena) -> None:
+    with arena.region("scratch", on_resume="zero"):
+        zeroed = arena.full((1000,), 7.0)
+    arena.pause()
+    arena.resume()
+    assert bool((zeroed == 0).all())
+
+
+def test_regions_nest_and_threads_do_not_see_each_other(arena: Arena) -> None:
+    tensors = {}
+
+    def other() -> None:
+        tensors["other"] = arena.empty(10)
+
+    with arena.region("outer"):
+        tensors["outer"] = arena.empty(10)
+        with arena.region("inner"):
+            tensors["inner"] = arena.empty(10)
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join(60)
+        tensors["outer again"] = arena.empty(10)
+    tensors["none"] = arena.empty(10)
+    segments = {name: tensor.data_ptr() // (2 * MIB) for name, tensor in tensors.items()}
+    assert segments["outer"] == segments["outer again"]
+    assert segments["other"] == segments["none"]
+    assert len(set(segments.values())) == 3
+    assert [(each.tag, each.nbytes) for each in arena.tags()] == [
+        ("outer", 2 * MIB),
+        ("inner", 2 * MIB),
+    ]
+
+
+def test_nothing_is_allocated_in_what_sleeps(arena: Arena) -> None:
+    with arena.region("kv"):
+        first = arena.alloc(1000)
+        arena.pause("kv")
+        with pytest.raises(InvalidArgument, match=r"'kv' is asleep; call resume\('kv'\) first"):
+            arena.empty(10)
+        with arena.region("other"):
+            arena.empty(10)
+        with pytest.raises(InvalidArgument, match="cannot record a stream: the region 'kv' is"):
+            arena.record_stream(first, 5)
+    arena.empty(10)
+    arena.resume("kv")
+    arena.record_stream(first, 5)
+    arena.free(first)
+
+
+def test_what_is_freed_while_asleep(arena: Arena) -> None:
+    with arena.region("a", backup="cpu"):
+        kept, freed, alone = (arena.full((n,), float(n)) for n in (1000, 2000, 3_000_000))
+    arena.pause()
+    asleep = arena.tags()[0].nbytes
+    del freed, alone
+    arena.cache.audit()
+    arena.resume()
+    assert bool((kept == 1000).all())
+    assert arena.tags()[0].nbytes < asleep, "a segment of which nothing lives is not resumed"
+    with arena.region("a", backup="cpu"):
+        assert bool((arena.full((2000,), 5.0) == 5).all())
+
+
+def test_closing_while_asleep(source: VirtualSource) -> None:
+    with Arena(source=source) as arena, arena.region("a", backup="cpu"):
+        block, tensor = arena.alloc("3MiB"), arena.full((1000,), 3.0)
+        arena.pause()
+    with pytest.raises(InvalidArgument, match="closed"):
+        arena.pause()
+    arena.resume()
+    assert bool((tensor == 3).all())
+    arena.free(block)
+    del tensor
+    gc.collect()
+    assert source.stats().address_space == 0
+
+
+def test_an_arena_that_is_dropped_while_asleep(source: VirtualSource) -> None:
+    arena = Arena(source=source)
+    with arena.region("a"):
+        tensor = arena.empty(1000)
+    arena.pause()
+    del arena
+    gc.collect()
+    assert source.stats().address_space == 2 * MIB
+    del tensor
+    gc.collect()
+    assert source.stats().address_space == 0
+
+
+def test_the_limit_counts_what_is_awake(source: VirtualSource) -> None:
+    with Arena(source=source, limit="64MiB") as arena:
+        with arena.region("a", backup="cpu"):
+            first = arena.full((10 * MIB,), 3.0)
+        arena.pause("a")
+        second = arena.full((12 * MIB,), 4.0)
+        arena.cache.audit()
+        with pytest.raises(OutOfMemory, match="40 MiB cannot be resumed: 48 MiB of a limit of 64"):
+            arena.resume("a")
+        assert arena.tags()[0].state == "asleep"
+        del second
+        arena.empty_cache()
+        arena.resume("a")
+        assert bool((first == 3).all())
+        del first
+
+
+def test_bad_input(arena: Arena) -> None:
+    for call in (arena.pause, arena.resume):
+        with pytest.raises(InvalidArgument, match="no region 'x'; there are: none"):
+            call("x")
+        call()
+    for bad in ({"tag": ""}, {"tag": 5}, {"backup": "gpu"}, {"on_resume": "ones"}):
+        with pytest.raises(InvalidArgument), arena.region(**bad):
+            pass
+    with arena.region("a"):
+        pass
+    with (
+        pytest.raises(InvalidArgument, match="'a' has backup=None"),
+        arena.region("a", backup="cpu"),
+    ):
+        pass
+    with pytest.raises(InvalidArgument, match="no region 'b'; there are: 'a'"):
+        Arena.pause(arena, "b")
+    with (
+        Arena(source="host", device="cpu") as plain,
+        pytest.raises(InvalidArgument, match='regions need Arena\\(source="virtual"\\)'),
+        plain.region(),
+    ):
+        pass
+    with pytest.raises(ZeroDivisionError), arena.region("a"):
+        tensor = arena.full((1000,), 1 / 0)
+    tensor = arena.full((1000,), 2.0)
+    arena.pause("a")
+    assert float(tensor.sum()) == 2000, "the region was left"
+
+
+def test_during_a_capture(arena: Arena) -> None:
+    with arena.region("a"):
+        tensor = arena.full((1000,), 3.0)
+    with arena.graph_pool() as pool:
+        with (
+            arena.capture(pool),
+            pytest.raises(InvalidArgument, match="no region can be paused or resumed during"),
+        ):
+            arena.pause()
+        assert float(tensor.sum()) == 3000
+        arena.pause()
+        with arena.capture(pool), pytest.raises(InvalidArgument, match="during a capture"):
+            arena.resume()
+        assert arena.tags()[0].state == "asleep"
+
+
+def test_a_heap_in_a_region(device: str) -> None:
+    if device != "cpu":
+        pytest.skip("the arena here is on the CPU")
+    with Arena("cpu", source="virtual") as arena:
+        with arena.region("a"):
+            heap = arena.heap("1MiB")
+        with heap, pytest.raises(InvalidArgument, match="a heap lives in the region 'a'"):
+            arena.pause()
+        assert arena.tags()[0].state == "awake"
+
+
+def test_a_touch_while_asleep_is_caught() -> None:
+    code = """
+import torch
+from devalloc import Arena
+arena = Arena("cpu", source="virtual")
+with arena.region("a"):
+    tensor = arena.full((1000,), 3.0)
+arena.pause()
+print("asleep", flush=True)
+tensor.sum()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (-11, "asleep"), done.stderr
+
+
+@pytest.mark.parametrize("step", ["pause", "resume"])
+def test_all_or_nothing(source: VirtualSource, pages: Failing, step: str) -> None:
+    """Whichever call of the device fails, contents and states are as before, also without a backup;
+    and the next try succeeds."""
+    at = failures = 0
+    while True:
+        at += 1
+        with Arena(source=source) as arena:
+            tensors = {}
+            for tag, backup in (("a", "cpu"), ("b", None)):
+                with arena.region(tag, backup=backup):
+                    tensors[tag] = [arena.full((n,), float(n)) for n in (1000, MIB, 3 * MIB)]
+            if step == "resume":
+                arena.pause()
+            before = arena.stats()["virtual_bytes.mapped"], arena.tags()
+            pages.arm(at)
+            try:
+                getattr(arena, step)()
+            except OutOfMemory:
+                failures += 1
+                pages.arm(None)
+                assert (arena.stats()["virtual_bytes.mapped"], arena.tags()) == before
+                arena.cache.audit()
+                if step == "pause":
+                    for tensor in tensors["a"] + tensors["b"]:
+                        assert bool((tensor == len(tensor)).all())
+                getattr(arena, step)()
+                failed = True
+            else:
+                failed = False
+            pages.arm(None)
+            if step == "pause":
+                arena.resume()
+            for tensor in tensors["a"]:
+                assert bool((tensor == len(tensor)).all())
+            tensors.clear()
+            del tensor
+        gc.collect()
+        assert source.stats().address_space == 0
+        source.trim()
+        assert source.stats().idle == 0
+        if not failed and pages.calls < at:
+            break
+    assert failures >= 4
+
+
+def test_no_host_memory_for_the_backup(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    from devalloc import regions
+
+    class Empty:
+        granularity = 4096
+
+        def allocate(self, nbytes: int) -> int:
+            raise OutOfMemory("host memory: none; ask for less")
+
+    with arena.region("a", backup="cpu"):
+        tensor = arena.full((1000,), 3.0)
+    monkeypatch.setattr(regions, "HostSource", Empty)
+    with pytest.raises(OutOfMemory, match="host memory: none"):
+        arena.pause()
+    assert arena.tags()[0].state == "awake"
+    assert float(tensor.sum()) == 3000
+    with arena.region("a", backup="cpu"):
+        arena.empty(10)  # allowed again
+
+
+def test_random_rounds_with_failures(source: VirtualSource, pages: Failing) -> None:
+    """Pause, resume, allocate, free, with injected failures: contents right, nothing lost."""
+    draw = random.Random(7)
+    tags = ("a", "b", "c")
+    with Arena(source=source, limit="256MiB") as arena:
+        live: list[tuple[str, torch.Tensor, int]] = []
+        for turn in range(400):
+            tag = draw.choice(tags)
+            pages.arm(draw.randrange(1, 12) if draw.random() < 0.3 else None)
+            try:
+                action = draw.choice(("pause", "resume", "alloc", "alloc", "free"))
+                if action == "alloc":
+                    with arena.region(tag, backup="cpu"):
+                        tensor = arena.full((draw.choice((1000, 300_000, MIB)),), turn)
+                    live.append((tag, tensor, turn))
+                elif action == "free":
+                    if live:
+                        live.pop(draw.randrange(len(live)))
+                else:
+                    getattr(arena, action)(draw.choice((tag, None)))
+            except DevallocError:
+                pass
+            pages.arm(None)
+            arena.cache.audit()
+            states = {each.tag: each.state for each in arena.tags()}
+            for place, tensor, value in live:
+                if states[place] == "awake":
+                    assert bool((tensor == value).all())
+        arena.resume()
+        assert all(bool((tensor == value).all()) for _, tensor, value in live)
+        live.clear()
+        del tensor
+    gc.collect()
+    stats = source.stats()
+    assert (stats.address_space, stats.mapped) == (0, 0)
+    source.trim()
+    assert source.stats().idle == 0
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_weights_sleep_and_wake() -> None:
+    arena = Arena("cuda:0", source="virtual")
+    arena.empty_cache()
+    torch.cuda.synchronize()
+    free, _ = torch.cuda.mem_get_info()
+    with arena.region("weights", backup="cpu"):
+        weights = arena.full((64 * MIB,), 3.0)
+    torch.cuda.synchronize()
+    assert free - torch.cuda.mem_get_info()[0] >= 256 * MIB
+    arena.pause("weights")
+    assert free - torch.cuda.mem_get_info()[0] < 32 * MIB
+    arena.resume("weights")
+    assert bool((weights == 3).all())
