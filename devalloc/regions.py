@@ -119,7 +119,7 @@ class Regions:
                 self._cache.abandon(region.pool.pools)
 
     def _chosen(self, tag: str | None, state: str) -> list[_Region]:
-        if tag is not None and tag not in self._by_tag:
+        if tag is not None and not (isinstance(tag, str) and tag in self._by_tag):
             known = ", ".join(map(repr, self._by_tag)) or "none"
             raise InvalidArgument(f"this arena has no region {quote(tag)}; there are: {known}")
         return [

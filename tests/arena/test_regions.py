@@ -213,6 +213,9 @@ def test_bad_input(arena: Arena) -> None:
     for call in (arena.pause, arena.resume):
         with pytest.raises(InvalidArgument, match="no region 'x'; there are: none"):
             call("x")
+        for bad in (5, [], ("a",)):
+            with pytest.raises(InvalidArgument, match="no region"):
+                call(bad)
         call()
     for bad in ({"tag": ""}, {"tag": 5}, {"backup": "gpu"}, {"on_resume": "ones"}):
         with pytest.raises(InvalidArgument), arena.region(**bad):
