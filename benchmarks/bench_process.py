@@ -8,9 +8,11 @@ Every run is a process of its own (`process_worker`): PyTorch's allocator, ``Are
 ``Arena.install`` with the policies torch and frugal. The processes of a round live side by side on
 the same cores and take turns of a few steps, one process at a time: how fast a machine is changes
 from second to second, by more than allocators differ. In the first round each policy also runs
-without the front cache, which shows the policy's own peak. The losses must be
-those of PyTorch's own runs: no farther from the nearest of them than these are from one another,
-which takes two rounds to know. Memory must be balanced at the end. Rows are written as they come, the table of ratios comes last.
+without the front cache, which shows the policy's own peak.
+
+The losses must be those of PyTorch's own runs: no farther from the nearest of them than these are
+from one another, which takes two rounds to know. Memory must be balanced at the end. Rows are
+written as they come, the table comes last.
 """
 
 from __future__ import annotations
