@@ -19,6 +19,13 @@ if not hasattr(core, "MemoryResource"):
 BUFFER = "devalloc.interop.cuda_core.Buffer"
 
 
+@pytest.fixture(autouse=True)
+def current_device() -> None:
+    """What cuda.core asks of its users wherever there is a GPU."""
+    if torch.cuda.is_available():
+        core.Device().set_current()
+
+
 def live(arena: Arena) -> int:
     return arena.stats()["allocation.all.current"]
 
