@@ -540,7 +540,7 @@ class Arena(Owner):
         Raises
         ------
         InvalidArgument
-            For an unknown tag, during a capture, or if a heap lives in the region.
+            For an unknown tag, during a capture, or if the region has a heap.
         OutOfMemory
             If there is no host memory for the backup.
         """

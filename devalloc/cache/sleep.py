@@ -16,7 +16,7 @@ from devalloc.sizes import format_size
 
 
 class Content(NamedTuple):
-    """A segment and what lives in it.
+    """A segment and its live blocks.
 
     ``runs`` has (address, bytes) of live blocks, neighbours as one; ``streams`` all that may use
     the segment.

@@ -1,14 +1,14 @@
 """Idle handles of physical memory, kept per device to be mapped again, and their release.
 
-To map an idle handle takes 30 us, and to make and release one takes 25 us more for 2 MiB and 600 us
-more for 1 GiB (on an H200), so a limited number of bytes is kept. What exceeds the limit is
+To map an idle handle is cheaper than to make one and release it, above all for large ones, so a
+limited number of bytes is kept. What exceeds the limit is
 released by a thread in the background, the oldest first. When the device runs out of memory,
 everything idle is released at once, and the device is asked again: handles cost only time, and
-never memory that somebody else of this process needs through this pool.
+never memory that another user of this pool needs.
 
 Concurrency: no locks around the state. Every step is one operation on a list or a deque, which is
-atomic, so a free may come in a finalizer, in the middle of any call. What a step removes is in
-nobody else's hands until the next step adds it. The one lock only lets a caller wait for the
+atomic, so a free may come in a finalizer, in the middle of any call. What a step removes,
+no other thread has until the next step adds it. The one lock only lets a caller wait for the
 thread's release that is under way, for a bounded time.
 """
 
@@ -111,7 +111,7 @@ class HandlePool:
         """Take a handle that is mapped nowhere. Without ``keep`` it is released before this ends.
 
         If the driver refuses to release it, it stays idle, and the error goes to
-        `sys.unraisablehook`: whoever unmapped it has done so.
+        `sys.unraisablehook`: the caller has unmapped it all the same.
         """
         if not keep:
             call_for_finalizers(self._release, (handle,))

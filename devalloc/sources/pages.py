@@ -153,7 +153,7 @@ class HostPages:
         return address
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        # Before: afterwards the addresses may be somebody else's.
+        # Before: afterwards the addresses may belong to another reservation.
         self._forget(address, nbytes)
         if _libc().munmap(address, nbytes):
             raise DevallocError(f"munmap of {format_size(nbytes)} failed: {_reason()}")

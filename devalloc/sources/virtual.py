@@ -142,8 +142,8 @@ class VirtualSource:
         self._pages = pages
         self._out = Ledger(f"virtual memory on {self.device}")
         self._reservations: dict[int, _Reservation] = {}
-        # Reservations that nobody has any more and that the driver refused to take back, or the
-        # memory behind them; it is asked again later.
+        # Reservations that were freed and that the driver refused to take back, or the memory
+        # behind them; it is asked again later.
         self._ended: deque[_Reservation] = deque()
 
     def __repr__(self) -> str:
