@@ -914,4 +914,5 @@ def test_on_the_gpu_nothing_is_lost_in_a_thousand_rounds() -> None:
         )
         source.free(address, 64 * MIB)
     source.trim()
-    assert torch.cuda.mem_get_info()[0] == free
+    # Other processes use the device too; a handle lost in each round would be 2 GB.
+    assert abs(torch.cuda.mem_get_info()[0] - free) < 1000 * MIB
