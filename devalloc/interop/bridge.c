@@ -154,7 +154,7 @@ struct table {
 
 struct front {
     pthread_mutex_t mutex;
-    int on, full;
+    int on, full, zero_is_null;
     uint64_t unit, max_bytes, max_blocks;
     uint64_t held_bytes, held_blocks, changed_blocks;
     struct block *blocks;
@@ -344,7 +344,7 @@ static void take_top(struct front *front, uint64_t at)
     front->held_bytes -= block->class_bytes;
 }
 
-/* A held block for a request; NULL if there is none. */
+/* A held block for a request that is not empty; NULL if there is none. */
 static void *take_held(struct front *front, uint64_t nbytes, uint64_t stream)
 {
     if (!front->on || nbytes == 0 || front->by_class.used == 0 || front->rows == LOG_ROWS)
@@ -406,15 +406,17 @@ static struct front *front_of(int device)
     return device >= 0 && device < MAX_DEVICES ? &fronts[device] : NULL;
 }
 
-static void *take_from_front(int device, size_t nbytes, void *stream)
+/* Whether the request is answered without Python; then `*address` is the answer. */
+static int take_from_front(int device, size_t nbytes, void *stream, void **address)
 {
     struct front *front = front_of(device);
     if (front == NULL || !atomic_load(&connected))
-        return NULL;
+        return 0;
     pthread_mutex_lock(&front->mutex);
-    void *address = take_held(front, nbytes, (uintptr_t)stream);
+    *address = take_held(front, nbytes, (uintptr_t)stream);
+    int answered = *address != NULL || (nbytes == 0 && front->zero_is_null);
     pthread_mutex_unlock(&front->mutex);
-    return address;
+    return answered;
 }
 
 static int give_to_front(int device, const void *address)
@@ -454,9 +456,10 @@ static struct front *front_argument(int device)
 static PyObject *front_open(PyObject *module, PyObject *arguments)
 {
     (void)module;
-    int device;
+    int device, zero_is_null;
     unsigned long long unit, max_bytes, max_blocks;
-    if (!PyArg_ParseTuple(arguments, "iKKK:front_open", &device, &unit, &max_bytes, &max_blocks))
+    if (!PyArg_ParseTuple(arguments, "iKpKK:front_open", &device, &unit, &zero_is_null, &max_bytes,
+                          &max_blocks))
         return NULL;
     struct front *front = front_argument(device);
     if (front == NULL)
@@ -471,6 +474,7 @@ static PyObject *front_open(PyObject *module, PyObject *arguments)
     pthread_mutex_lock(&front->mutex);
     front->log = log;
     front->unit = unit;
+    front->zero_is_null = zero_is_null;
     front->max_bytes = max_bytes;
     front->max_blocks = max_blocks;
     pthread_mutex_unlock(&front->mutex);
@@ -712,8 +716,8 @@ static PyObject *front_counts(PyObject *module, PyObject *arguments)
 
 static void *on_malloc(size_t nbytes, int device, void *stream)
 {
-    void *address = take_from_front(device, nbytes, stream);
-    if (address != NULL)
+    void *address;
+    if (take_from_front(device, nbytes, stream, &address))
         return address;
     return call(&malloc_callable, "(KiK)", (unsigned long long)nbytes, device, integer(stream));
 }
@@ -774,7 +778,8 @@ static PyMethodDef methods[] = {
      "connect(main_thread, malloc, free, record_stream, reset): the addresses of four C functions, "
      "once. Threads are named as by threading.get_ident."},
     {"front_open", front_open, METH_VARARGS,
-     "front_open(device, unit, max_bytes, max_blocks): set the front of a device up. It is off."},
+     "front_open(device, unit, zero_is_null, max_bytes, max_blocks): set the front of a device up. It "
+     "is off."},
     {"front_switch", front_switch, METH_VARARGS,
      "front_switch(device, on, nbytes, least, into): give up held blocks of at least `least` bytes, "
      "large ones first, until they have `nbytes` in all; hold from now on or no more; append (words of "

@@ -108,6 +108,8 @@ class Front:
         The index by which the C functions are called; less than 64.
     unit : int
         Bytes: requests that are equal when rounded up to this share blocks.
+    zero_is_null : bool
+        Whether a request for no bytes is answered with NULL at once, also while the front is off.
     max_bytes, max_blocks : int
         How much is held at most. When a free exceeds it, everything is given up.
     """
@@ -117,12 +119,13 @@ class Front:
         purpose: str,
         device: int,
         unit: int,
+        zero_is_null: bool,
         max_bytes: int = _ALL,
         max_blocks: int = _FRONT_BLOCKS,
     ) -> None:
         self._module = _MODULES[purpose]
         self._device = device
-        self._module.front_open(device, unit, max_bytes, max_blocks)
+        self._module.front_open(device, unit, zero_is_null, max_bytes, max_blocks)
 
     def switch(self, on: bool, into: list[FrontEntry], nbytes: int = _ALL, least: int = 0) -> None:
         self._module.front_switch(self._device, on, nbytes, least, into)

@@ -161,6 +161,9 @@ def serve(cache: Cache, owner: object, front_bytes: int | None = None) -> None:
     if front_bytes != 0 and not cache.policy.careful:
         functions()  # or the front has nothing to be a part of
         bounds = {} if front_bytes is None else {"max_bytes": front_bytes}
-        cache.attach_front(bridge.Front("install", index, cache.policy.unit, **bounds))
+        policy = cache.policy
+        cache.attach_front(
+            bridge.Front("install", index, policy.unit, policy.zero_is_null, **bounds)
+        )
     _INSTALLED.owners.append(owner)
     _INSTALLED.caches[index] = cache

@@ -40,7 +40,8 @@ class Process:
         self.source = NumberSource(capacity)
         self.cache = Cache(self.source, policy, streams=self.streams)
         self.calls: Calls = called(pluggable.functions)
-        self.front = bridge.Front("install", self.device, self.cache.policy.unit, **bounds)
+        rules = self.cache.policy
+        self.front = bridge.Front("install", self.device, rules.unit, rules.zero_is_null, **bounds)
         self.cache.attach_front(self.front)
         pluggable._INSTALLED.caches[self.device] = self.cache
         self.entered = 0
@@ -107,6 +108,22 @@ def test_a_freed_block_is_handed_out_again_without_python(process: Process) -> N
     assert process.malloc(5 * MIB, 3) != address
     for block in (address, address + 5 * MIB):
         process.free(block, 5 * MIB, 3)
+
+
+def test_an_empty_request_enters_python_only_where_it_gets_a_block(
+    make: Callable[..., Process],
+) -> None:
+    process = make("torch")
+    assert process.malloc(0) == 0
+    pool = process.cache.private_pool()
+    with pool, process.cache.route(pool):  # the front is off
+        assert process.malloc(0) == 0
+    assert process.entered == 0
+    tiny = make("tiny")
+    address = tiny.malloc(0)
+    assert address
+    assert tiny.entered == 1
+    tiny.free(address, 0)
 
 
 def test_streams_and_sizes_do_not_share(process: Process) -> None:
@@ -307,7 +324,7 @@ def test_policies_that_see_every_call_do(policy: Policy, make: Callable[..., Pro
     require_compiler()
     source = NumberSource()
     cache = Cache(source, policy, limit="1GiB", streams=FakeStreams())
-    front = bridge.Front("install", next(DEVICES) % 64, 512)
+    front = bridge.Front("install", next(DEVICES) % 64, 512, True)
     cache.attach_front(front)
     cache.take_back(cache.lend(5 * MIB, 0), 5 * MIB)
     assert front.counts()["known"] == 0
