@@ -16,11 +16,11 @@ from .debug import (
 )
 from .heap import free_any, malloc_any, usable_any
 from .lanes import is_block
-from .layout import MAGIC, load_immutable, program_index
+from .layout import MAGIC, load_immutable
 from .payload import copy, fill_zero
 from .pointers import raise_unsound, sound_or_aside
 from .table import control_block, is_debug
-from .target import has_ptx, is_interpreted, tell_host
+from .target import is_interpreted, tell_host
 
 
 @triton.constexpr_function
@@ -90,28 +90,15 @@ def is_checked(heap):
     return heap.dtype.element_ty == tl.uint64 or triton.knobs.runtime.interpret
 
 
-@triton.jit(noinline=True)
-def warn_of_handle(word):
-    """Say on the console that a kernel has the wrong heap argument. int64 scalar, and returned;
-    program 0 prints, each of its threads a line."""
-    if program_index() == 0:
-        tl.device_print("devalloc: the heap argument of this kernel is no Heap.handle; first word",
-                        word, hex=True)  # fmt: skip
-    return word
-
-
 @triton.jit
 def of_heap(heap, active):
     """The active lanes; in a debug heap and in the interpreter none if the handle does not point to
-    the state of a heap. Then the interpreter raises, and a CUDA device prints: there is no heap to
-    record it in."""
+    the state of a heap. Then the interpreter raises; on a device no heap is there to record it."""
     if is_checked(heap):
         word = load_immutable(control_block(heap), 0)
-        if word != MAGIC:
-            if is_interpreted():
+        if is_interpreted():
+            if word != MAGIC:
                 tell_host("handle", word)
-            elif has_ptx():
-                warn_of_handle(word)
         # (Not `active & ...`: the interpreter would keep that as integers.)
         active = tl.where(word == MAGIC, active.to(tl.int32), 0) != 0
     return active

@@ -84,8 +84,7 @@ class Reading:
     def __init__(self, ptx: str) -> None:
         self.functions = functions_of(ptx)
         self.races: set[str] = set()
-        # (The driver's function that prints: it has nothing to do with a program's shared memory.)
-        self._effects = {"vprintf": Effect(writes=False, passes=True, reads=False)}
+        self._effects: dict[str, Effect] = {}
 
     def effect(self, name: str) -> Effect:
         """Follow every path of a function; note the races at its calls."""

@@ -156,9 +156,8 @@ assert not zeros.view(torch.int64).any()
 
 @pytest.mark.gpu
 def test_a_tensor_that_is_no_handle() -> None:
-    """On a device nothing can be recorded then: a line is printed, and nothing is done."""
+    """On a device nothing can be recorded then, and nothing is done."""
     done = subprocess.run(
         [sys.executable, "-c", WRONG_HANDLE], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert "the heap argument of this kernel is no Heap.handle" in done.stdout + done.stderr
