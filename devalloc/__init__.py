@@ -28,6 +28,7 @@ from devalloc.errors import (
 
 if TYPE_CHECKING:
     from devalloc.arena import Arena, Block
+    from devalloc.compiled import launcher
     from devalloc.heap import Heap, Snapshot, Stats
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ __all__ = [
     "Stats",
     "UseAfterFree",
     "__version__",
+    "launcher",
 ]
 
 _LAZY = {
@@ -59,6 +61,7 @@ _LAZY = {
     "Heap": "devalloc.heap",
     "Snapshot": "devalloc.heap",
     "Stats": "devalloc.heap",
+    "launcher": "devalloc.compiled",
 }
 
 _locate_kernels.register()

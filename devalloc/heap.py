@@ -15,6 +15,7 @@ import torch
 from devalloc import heap_state
 from devalloc import rows as host_rows
 from devalloc.arguments import index_or_list, require_dtype, sizes_of
+from devalloc.compiled import mark_static, refuse
 from devalloc.debug_table import DebugTable, Fault, Tags, largest_request
 from devalloc.devices import INTERPRETED, on_device, resolve_device
 from devalloc.errors import (
@@ -42,6 +43,8 @@ __all__ = ["Heap", "Snapshot", "Stats"]
 _MAX_PAGES = 1 << 23
 # Blocks are wide in the interpreter, where a program costs the same whatever its width.
 _BLOCK = 1024 if INTERPRETED else 128
+
+_CLOSED = "the heap is closed"
 
 _KINDS: tuple[tuple[type[DevallocError], str], ...] = (
     (DoubleFree, "double free"),
@@ -138,6 +141,9 @@ class Heap(Owner):
         self._control = Segment(source, self._geometry.words * 8, keeps=keeps)
         self._data: Segment | None = data
         self._handle = self._control.view().view(torch.int64)
+        # What kernels get. By its type they know a debug heap.
+        self._argument = self._handle if self._debug is None else self._handle.view(torch.uint64)
+        mark_static(self._argument)
         self._initialise()
 
     def _initialise(self) -> None:
@@ -159,18 +165,26 @@ class Heap(Owner):
             If the heap is closed, or if the current device, on which Triton launches kernels, is
             not the heap's.
         """
-        self._require_open()
+        refusal = self._refusal()
+        if refusal:
+            # (torch.compile traces this, and the error is for when the code runs.)
+            if torch.compiler.is_compiling():
+                refuse(self._argument, refusal)
+            else:
+                raise InvalidArgument(refusal)
+        return self._argument
+
+    def _refusal(self) -> str:
+        """Why kernels cannot be launched with the handle now; empty if they can."""
+        if self.closed:
+            return _CLOSED
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
-            raise InvalidArgument(
+            return (
                 f"the heap lives on {self.device}, but kernels are launched on the current device "
                 f"cuda:{torch.cuda.current_device()}; launch inside torch.cuda.device("
                 f"{self.device.index})"
             )
-        return self._argument
-
-    @property
-    def _argument(self) -> torch.Tensor:
-        return self._handle if self._debug is None else self._handle.view(torch.uint64)
+        return ""
 
     @property
     def closed(self) -> bool:
@@ -194,7 +208,7 @@ class Heap(Owner):
             self._control.keeps = () if self._debug is None else (self._debug.segment,)
             self._data = None
             self._debug = None
-            self._handle = torch.empty(0, dtype=torch.int64, device="cpu")
+            self._handle = self._argument = torch.empty(0, dtype=torch.int64, device="cpu")
             del self._control
             if leaks:
                 warnings.warn(f"{self!r}, with live blocks:\n{leaks}", LeakWarning, stacklevel=3)
@@ -234,7 +248,7 @@ class Heap(Owner):
 
     def _require_open(self) -> None:
         if self.closed:
-            raise InvalidArgument("the heap is closed")
+            raise InvalidArgument(_CLOSED)
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":

@@ -38,7 +38,7 @@ HOST_LAYERS = [
     {"errors", "_locate_kernels"},
     {"sizes"},
     {"arguments", "cleanup", "foreign", "owner", "kernels", "_benchmarks"},
-    {"interpreted", "testing"},
+    {"interpreted", "testing", "compiled"},
     {"devices"},
     {"sources", "heap_state", "leaks", "rows"},
     {"debug_table"},

@@ -1,8 +1,8 @@
 """What torch.compile takes a kernel to write: ``python -m tests.compile.written``.
 
-Prints, as JSON, the arguments that torch finds written by `user_kernels.pointer_lanes`, and by the
-same kernel with a cast. It does not see what a kernel writes through addresses that were loaded,
-and it drops a kernel that writes nothing.
+Prints, as JSON, the arguments that torch finds written by kernels of `user_kernels`, one for each
+function of ``da``, and by that of `pointer` with a cast in its place. Torch does not see what a
+kernel writes through addresses that were loaded, and drops a kernel that writes nothing.
 """
 
 import json
@@ -18,8 +18,11 @@ from tests.compile.targets import TARGETS, Driver
 
 
 def written(kernel: triton.runtime.JITFunction) -> list[str]:
-    tensor = torch.empty(LANES, dtype=torch.int64)
-    arguments = {"heap": tensor, "addrs": tensor.clone(), "LANES": LANES}
+    numbers = ("count", "LANES")
+    arguments = {
+        name: LANES if name in numbers else torch.empty(LANES, dtype=torch.int64)
+        for name in kernel.arg_names
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns if it gives up; then everything is written
         warnings.filterwarnings("ignore", message=".*FP_FUSION.*")
@@ -31,7 +34,9 @@ def written(kernel: triton.runtime.JITFunction) -> list[str]:
 
 def main() -> None:
     triton.runtime.driver.set_active(Driver(TARGETS["cuda90"]))
-    kernels = {"pointer": user_kernels.pointer_lanes, "cast": undispatched.pointer_lanes}
+    names = ("malloc", "free", "usable_size", "zeros", "realloc", "pointer")
+    kernels = {name: getattr(user_kernels, f"{name}_lanes") for name in names}
+    kernels["cast"] = undispatched.pointer_lanes
     print(json.dumps({name: written(kernel) for name, kernel in kernels.items()}))
 
 
