@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -387,3 +388,19 @@ def good(heap: torch.Tensor, x: torch.Tensor, n: int) -> None: ...
 def test_what_is_no_launcher(function: Any, reads: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         devalloc.launcher(reads=reads)(function)
+
+
+class Exported(torch.nn.Module):
+    def forward(self, handle: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return there_and_back(handle, x)
+
+
+def test_an_exported_program_takes_the_handle() -> None:
+    with Heap("1MiB") as first, Heap("1MiB") as second:
+        program = torch.export.export(Exported(), (first.handle, numbers(20)))
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        file.seek(0)
+        step = torch.export.load(file).module()
+        assert torch.equal(step(second.handle, numbers(20)), 4 * numbers(20) + 1)
+        assert (first.stats().allocations, second.stats().allocations) == (0, 20)
