@@ -663,7 +663,8 @@ class Heap(Owner):
             with on_device(self.device):
                 kernel[host_rows.grid_of(units.numel())](  # type: ignore[index]
                     self._argument, addrs, offsets, units, addrs.numel(), values.numel(),
-                    UNIT=each, SPAN=host_rows.SPAN, LANES=host_rows.LANES, num_warps=1,
+                    UNIT=each, SPAN=host_rows.SPAN, LANES=host_rows.LANES,
+                    ITEMS=host_rows.ITEMS, num_warps=host_rows.WARPS,
                 )  # fmt: skip
 
     def _launch(self, kernel: object, *tensors: torch.Tensor, **more: int) -> None:

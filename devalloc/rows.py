@@ -11,10 +11,12 @@ from devalloc.devices import INTERPRETED
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import quote
 
-# Units (of at most 8 bytes) and lanes of a program. The interpreter takes as long for many elements
-# as for few.
-SPAN = 1 << 16 if INTERPRETED else 2048
+# Units (of at most 8 bytes) of a program, and of a step of it, which keeps enough loads on their
+# way; rows that it looks at together. The interpreter takes as long for many elements as for few.
+SPAN = 1 << 16 if INTERPRETED else 4096
+ITEMS = 1 << 13 if INTERPRETED else 1024
 LANES = 4096 if INTERPRETED else 128
+WARPS = 4
 
 _UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 

@@ -84,9 +84,11 @@ def move_rows(
     UNIT: tl.constexpr,
     SPAN: tl.constexpr,
     LANES: tl.constexpr,
+    ITEMS: tl.constexpr,
     GATHER: tl.constexpr,
 ):
-    """Move this program's SPAN units between blocks and ``values``; an element has UNIT of them."""
+    """Move this program's SPAN units between blocks and ``values``, ITEMS at a time, of LANES rows.
+    An element has UNIT units."""
     check_offsets(control_block(heap), offsets, n, total, LANES)
     unit_bytes: tl.constexpr = values.dtype.element_ty.primitive_bitwidth // 8
     begin = tl.program_id(0).to(tl.int64) * SPAN
@@ -117,7 +119,7 @@ def move_rows(
         moved = tl.max(ends, axis=0)
         base = moved * 0
         while base < moved:
-            item = base + tl.arange(0, LANES)
+            item = base + tl.arange(0, ITEMS)
             owner = owner_of(ends, item, LANES)
             mine = item < moved
             sound = mine & (tl.gather(fits.to(tl.int32), owner, 0) != 0)
@@ -128,7 +130,7 @@ def move_rows(
                 tl.store(value_ptr, tl.load(block_ptr, mask=sound, other=0), mask=mine)
             else:
                 tl.store(block_ptr, tl.load(value_ptr, mask=sound), mask=sound)
-            base += LANES
+            base += ITEMS
         row += LANES
         more = (row < n) & (tl.load(offsets + row, mask=row < n, other=0) * UNIT < end)
 
@@ -144,9 +146,10 @@ def gather_kernel(
     UNIT: tl.constexpr,
     SPAN: tl.constexpr,
     LANES: tl.constexpr,
+    ITEMS: tl.constexpr,
 ):
     """``values[offsets[i] : offsets[i + 1]]`` = the block at ``addrs[i]``, for i < n."""
-    move_rows(heap, addrs, offsets, values, n, total, UNIT, SPAN, LANES, True)
+    move_rows(heap, addrs, offsets, values, n, total, UNIT, SPAN, LANES, ITEMS, True)
 
 
 @triton.jit(do_not_specialize=["n", "total"])
@@ -160,6 +163,7 @@ def scatter_kernel(
     UNIT: tl.constexpr,
     SPAN: tl.constexpr,
     LANES: tl.constexpr,
+    ITEMS: tl.constexpr,
 ):
     """The block at ``addrs[i]`` = ``values[offsets[i] : offsets[i + 1]]``, for i < n."""
-    move_rows(heap, addrs, offsets, values, n, total, UNIT, SPAN, LANES, False)
+    move_rows(heap, addrs, offsets, values, n, total, UNIT, SPAN, LANES, ITEMS, False)

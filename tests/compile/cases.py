@@ -103,7 +103,7 @@ BATCH = {"source_ptr": "*i32", "target_ptr": "*i32", "begin_ptr": "*i64", "end_p
 SIZES = {"edges": "i32", "vertices": "i32"}
 BLOCK = {"BLOCK": LANES}
 ROWS = HEAP | {"addrs": "*i64", "offsets": "*i64", "values": "*i32", "n": "i32", "total": "i32"}
-MOVED = {"UNIT": 1, "SPAN": 2048, "LANES": LANES}
+MOVED = {"UNIT": 1, "SPAN": 4096, "LANES": LANES, "ITEMS": 1024}
 WIDE = {"LANES": 256}
 ENTRY_POINTS: dict[str, list[tuple[dict[str, str], int, dict[str, int]]]] = {
     "devalloc.kernels.upkeep.malloc_kernel": [(REQUESTS, 1, BLOCK)],
@@ -111,10 +111,10 @@ ENTRY_POINTS: dict[str, list[tuple[dict[str, str], int, dict[str, int]]]] = {
     "devalloc.kernels.upkeep.usable_size_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.trim_kernel": [(HEAP | {"batches": "i32"}, 1, {})],
     "devalloc.kernels.rows.gather_kernel": [
-        (ROWS, 1, MOVED),
-        (ROWS | {"heap": DEBUG_HEAP}, 1, MOVED),
+        (ROWS, 4, MOVED),
+        (ROWS | {"heap": DEBUG_HEAP}, 4, MOVED),
     ],
-    "devalloc.kernels.rows.scatter_kernel": [(ROWS, 1, MOVED)],
+    "devalloc.kernels.rows.scatter_kernel": [(ROWS, 4, MOVED)],
     "devalloc.kernels.debug_upkeep.malloc_tagged_kernel": [
         (REQUESTS | {"heap": DEBUG_HEAP, "tag": "i32"}, 1, BLOCK)
     ],
@@ -172,7 +172,7 @@ EVERYWHERE = frozenset({
     "realloc_scalar+debug/w4",
     "zeros_lanes+debug/w4",
     "pointer_lanes+debug/w4",
-    "rows.gather_kernel/w1",
+    "rows.gather_kernel/w4",
     "upkeep.trim_kernel/w1",
     "debug_upkeep.audit_kernel+debug/w1",
     "debug_upkeep.clock_kernel/w1",
