@@ -121,6 +121,8 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compile]:
         warnings.simplefilter("error")
         # (What torch has to say of itself.)
         warnings.filterwarnings("ignore", message=".*TensorFloat32 tensor cores.*")
+        # (It begins each process's CUDA graphs with an empty one.)
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty.*")
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
         yield lambda function: torch.compile(function, fullgraph=True, **BACKENDS[request.param])
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -295,11 +297,12 @@ def test_no_bytes_are_copied(mode: str) -> None:
     torch._dynamo.reset()
     with Heap("4GiB") as heap:
         assert heap.handle.nbytes > 30 << 20
+        step = torch.compile(there_and_back, fullgraph=True, mode=mode)
+        step(heap.handle, numbers(1000))  # (The compiler allocates to time what it makes.)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        step = torch.compile(there_and_back, fullgraph=True, mode=mode)
-        for _ in range(5):
+        for _ in range(4):
             assert torch.equal(step(heap.handle, numbers(1000)), 4 * numbers(1000) + 1)
         assert torch.cuda.max_memory_allocated() - before < 4 << 20
         assert heap.stats().allocations == heap.stats().frees == 5000
