@@ -1,11 +1,10 @@
 """Neighbour lists of moving atoms, made anew in each replay of one CUDA graph.
 
-Each lane writes the list of one atom into the block that the list had in the step before. If that
-is too small, or much too large, the lane takes another block and writes again. So nothing is
-dropped, and nobody guesses how many neighbours an atom may have.
+Each lane writes a list into the block that the list had in the step before. If that is too small,
+or much too large, the lane takes another block and writes again.
 
 Without a heap one pads every list to a guess and loses what is longer, or runs two passes and waits
-on the host for the sum of the lengths, which a graph cannot do.
+for the sum of the lengths, which a graph cannot do.
 
 Run it: ``python examples/neighbour_lists.py`` (without a GPU: with ``TRITON_INTERPRET=1``).
 """
@@ -46,8 +45,8 @@ def write_lists(heap, addr, room, places, order, starts, atoms, row, searching,
             dz = tl.load(places + 2 * atoms + other, mask=near, other=0) - z
             near = near & (dx * dx + dy * dy + dz * dz <= CUTOFF * CUTOFF)
             fits = near & (found < room)
-            atom = tl.load(order + other, mask=fits, other=0)
-            tl.store(da.pointer(heap, addr + 4 * found, tl.int32, fits), atom, mask=fits)
+            place = da.pointer(heap, addr + 4 * found, tl.int32, fits)
+            tl.store(place, tl.load(order + other, mask=fits, other=0), mask=fits)
             found += near.to(tl.int32)
     return found
 
@@ -62,7 +61,6 @@ def lists_kernel(heap, places, order, starts, addrs, rooms, counts, atoms,
     addr = tl.load(addrs + atom, mask=there, other=0)
     room = tl.load(rooms + atom, mask=there, other=0)
     count = write_lists(heap, addr, room, places, order, starts, atoms, row, there, GRID, CUTOFF)
-    # Sizes are rounded up by a quarter at most, so a new block is never much too large.
     change = there & ((count > room) | ((room > 16) & (10 * count < 7 * room)))
     if tl.max(change.to(tl.int32), axis=0) > 0:
         da.free(heap, addr, change)
@@ -71,22 +69,20 @@ def lists_kernel(heap, places, order, starts, addrs, rooms, counts, atoms,
         write_lists(heap, addr, room, places, order, starts, atoms, row, change, GRID, CUTOFF)
         tl.store(addrs + atom, addr, mask=change)
         tl.store(rooms + atom, room, mask=change)
-    # (Less only if malloc gave nothing, which the heap has recorded.)
-    tl.store(counts + atom, tl.minimum(count, room), mask=there)
+    tl.store(counts + atom, tl.minimum(count, room), mask=there)  # less only without memory
 
 
 def random_atoms(atoms: int, clustered: bool) -> tuple[torch.Tensor, int]:
-    """Places, float32 of shape (3, atoms), and the cells on a side: uniform with 40 neighbours, or
-    half of the atoms with 10 and the others in clusters of up to 3000."""
+    """Places (3, atoms) and cells on a side: uniform with 40 neighbours, or half in clusters."""
     random = torch.Generator().manual_seed(0)
     grid = max(2, round((atoms * (0.25 if clustered else 0.1)) ** (1 / 3)))
     places = torch.rand(3, atoms, generator=random) * grid
     if clustered:
         sizes = torch.randint(200, 3000, (atoms,), generator=random)
-        cluster = torch.repeat_interleave(torch.arange(atoms), sizes)[: atoms // 2]
+        cluster = torch.repeat_interleave(sizes)[: atoms // 2]
         centres = torch.rand(3, atoms, generator=random) * (grid - 2) + 1
-        places[:, : atoms // 2] = centres[:, cluster]
-        places[:, : atoms // 2] += torch.randn(3, atoms // 2, generator=random) * 0.55
+        near = torch.randn(3, atoms // 2, generator=random) * 0.55
+        places[:, : atoms // 2] = centres[:, cluster] + near
     return (places * CUTOFF).round().clamp(0, grid * CUTOFF - 1), grid
 
 
@@ -102,11 +98,9 @@ class Neighbours:
 
     def move(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Move the atoms, which walls reflect. Returns the places by cell, and whose they are."""
-        end = self.grid * CUTOFF - 1
-        self.places.add_(self.speeds)
-        outside = (self.places < 0) | (self.places > end)
-        self.speeds.copy_(torch.where(outside, -self.speeds, self.speeds))
-        self.places.clamp_(0, end)
+        moved = self.places + self.speeds
+        self.places.copy_(moved.clamp(0, self.grid * CUTOFF - 1))
+        self.speeds.mul_(torch.where(moved == self.places, 1, -1))
         x, y, z = (self.places / CUTOFF).int()
         cells, order = torch.sort((z * self.grid + y) * self.grid + x)
         return self.places[:, order], order.int(), torch.searchsorted(cells, self.cells).int()
@@ -122,8 +116,8 @@ def reference(places: torch.Tensor) -> torch.Tensor:
     """All pairs as first * atoms + second, sorted, by looking at every pair."""
     atoms, found = places.shape[1], []
     for first in range(0, atoms, 512):
-        d = places[:, first : first + 512, None] - places[:, None, :]
-        i, j = (d[0] * d[0] + d[1] * d[1] + d[2] * d[2] <= CUTOFF * CUTOFF).nonzero(as_tuple=True)
+        x, y, z = places[:, first : first + 512, None] - places[:, None, :]
+        i, j = (x * x + y * y + z * z <= CUTOFF * CUTOFF).nonzero(as_tuple=True)
         found.append(((i + first) * atoms + j)[i + first != j])
     return torch.cat(found)
 
@@ -133,25 +127,22 @@ def main() -> None:
     with devalloc.Heap("1GiB" if ON_GPU else "4MiB") as heap:
         lists = Neighbours(heap, *random_atoms(atoms, clustered=True))
         lists.step()  # compiles, too
-        first, replay = lists.counts.clone(), lists.step
-        if ON_GPU:
-            graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph() if ON_GPU else None
+        if graph:
             with torch.cuda.graph(graph):
                 lists.step()
-            replay = graph.replay
         for _ in range(steps):
-            replay()
+            graph.replay() if graph else lists.step()
         heap.check()
         values, offsets = heap.gather(lists.addrs, lists.counts, torch.int32)
         peak = heap.stats().peak
     row = torch.repeat_interleave(torch.arange(atoms, device=offsets.device), offsets.diff())
     assert torch.equal((row * atoms + values).sort().values, reference(lists.places))
-    assert not torch.equal(first, lists.counts)
-    fewest, most, mib = int(lists.counts.min()), int(lists.counts.max()), 1 << 20
-    print(f"{atoms} atoms after {steps + 1} steps, {fewest} to {most} neighbours: all as expected")
-    print(f"  what is stored           {4 * len(values) / mib:9.2f} MiB")
-    print(f"  the heap's pages, peak   {peak / mib:9.2f} MiB")
-    print(f"  padded to the longest    {4 * atoms * most / mib:9.2f} MiB, if it were known")
+    most = int(lists.counts.max())
+    print(f"{atoms} atoms, {steps + 1} steps, at most {most} neighbours: all as expected")
+    print(f"  what is stored           {len(values) / 2**18:9.2f} MiB")
+    print(f"  the heap's pages, peak   {peak / 2**20:9.2f} MiB")
+    print(f"  padded to the longest    {atoms * most / 2**18:9.2f} MiB, if it were known")
 
 
 if __name__ == "__main__":

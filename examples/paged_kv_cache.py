@@ -1,12 +1,10 @@
 """A paged cache of keys and values: pages are taken and given back inside the decode graph.
 
-Each step appends one key and one value to every sequence, and attends to all that the sequence has.
-A sequence that needs a page takes it from the heap, in the kernel that writes to it; one that ends
-gives its pages back, and another starts in its place. All of it is one CUDA graph: the host does
-nothing in a step, and waits for nothing. When there is no page a sequence waits for the next step.
+A sequence that needs a page takes it in the kernel that writes to it; one that ends gives its pages
+back, and another starts in its place. Without memory it waits for the next step.
 
-Without a heap, the host keeps a list of free pages, which costs its time and a synchronisation in
-each step, or one reserves room for the longest sequence everywhere.
+Without a heap, the host keeps a list of free pages, and synchronises with the device in each step,
+or one reserves room for the longest sequence everywhere.
 
 Run it: ``python examples/paged_kv_cache.py`` (without a GPU: with ``TRITON_INTERPRET=1``).
 """
@@ -25,8 +23,7 @@ PAGE = 16  # tokens; a page holds keys [head, token, dim], then values
 def append_kernel(heap, table, lengths, targets, turns, qkv,
                   TURNS: tl.constexpr, PAGES: tl.constexpr, PAGE: tl.constexpr,
                   HEADS: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """One program for each sequence. Those of ``targets`` are as long as the row says, in turn: it
-    stands for the token that ends a sequence, which nobody knows beforehand."""
+    """One program for each sequence. ``targets``, lengths, stand for tokens that end sequences."""
     sequence = tl.program_id(0)
     pages = table + sequence * PAGES
     turn = tl.load(turns + sequence)
@@ -54,7 +51,7 @@ def append_kernel(heap, table, lengths, targets, turns, qkv,
 
 @triton.jit
 def attend_kernel(heap, table, lengths, qkv, out, PAGES: tl.constexpr, PAGE: tl.constexpr,
-                  HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+                  HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr = 64):  # fmt: skip
     """One program for each sequence and head, which reads its pages a tile of tokens at a time."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
@@ -70,27 +67,24 @@ def attend_kernel(heap, table, lengths, qkv, out, PAGES: tl.constexpr, PAGE: tl.
     for first in range(0, length, TILE):
         inside = first + token < length
         addr = page + 2 * DIM * (head * PAGE + token % PAGE)
-        later = first + TILE + token  # addresses of the next pages, so that they are there in time
+        later = first + TILE + token  # the next tile's pages, so that they are there in time
         page = tl.load(pages + later // PAGE, mask=later < length, other=0)
-        # One address for each token, aligned to 16: so the compiler loads 16 bytes at once.
+        # One address for each token, aligned to 16, so that a load is of 16 bytes.
         place = tl.multiple_of(da.pointer(heap, addr, tl.float16, inside)[:, None], (16, 1))
-        key = tl.load(place + dim[None, :], mask=inside[:, None], other=0.0)
-        place += PAGE * HEADS * DIM
-        value = tl.load(place + dim[None, :], mask=inside[:, None], other=0.0)
-        score = tl.sum(key.to(tl.float32) * query[None, :], axis=1)
-        score = tl.where(inside, score, -1e30)
+        place += dim[None, :]
+        key = tl.load(place, mask=inside[:, None], other=0.0)
+        value = tl.load(place + PAGE * HEADS * DIM, mask=inside[:, None], other=0.0)
+        score = tl.where(inside, tl.sum(key.to(tl.float32) * query[None, :], axis=1), -1e30)
         above = tl.maximum(most, tl.max(score, axis=0))
         weight = tl.exp(score - above)
         total = total * tl.exp(most - above) + tl.sum(weight, axis=0)
         result = result * tl.exp(most - above) + tl.sum(weight[:, None] * value, axis=0)
         most = above
-    place = out + (sequence * HEADS + head) * DIM + dim
-    tl.store(place, (result / tl.maximum(total, 1e-30)).to(tl.float16))
+    tl.store(out + (sequence * HEADS + head) * DIM + dim, result / tl.maximum(total, 1e-30))
 
 
 class Decoder:
-    """One attention layer. ``inputs``: float16 of shape (steps, sequences, heads * dim), what it
-    gets in each step, over and over."""
+    """One attention layer. ``inputs``: (steps, sequences, heads * dim), repeated for ever."""
 
     def __init__(self, heap, inputs, targets, heads: int, longest: int) -> None:
         device, (_, count, width) = heap.device, inputs.shape
@@ -110,59 +104,45 @@ class Decoder:
             self.heap.handle, self.table, self.lengths, self.targets, self.turns, qkv,
             TURNS=self.targets.shape[1], **shape)  # fmt: skip
         attend_kernel[(count, self.heads)](
-            self.heap.handle, self.table, self.lengths, qkv, self.out, **shape, TILE=64
-        )
+            self.heap.handle, self.table, self.lengths, qkv, self.out, **shape)  # fmt: skip
         self.clock.add_(1)
 
     def reference(self, sequence: int) -> torch.Tensor:
         """The last step's output by dense attention, in float32, without looking into the cache."""
         steps = torch.arange(int(self.clock - self.lengths[sequence]), int(self.clock))
-        x = self.inputs[(steps % len(self.inputs)).to(self.inputs.device), sequence].float()
+        x = self.inputs[(steps % len(self.inputs)).to(self.out.device), sequence].float()
         q, k, v = (x @ self.weights.float()).view(len(x), 3, self.heads, -1).permute(1, 2, 0, 3)
-        attended = torch.nn.functional.scaled_dot_product_attention(q[:, -1:], k, v)
-        return attended.flatten()
-
-
-def random_targets(sequences: int, turns: int, longest: int) -> torch.Tensor:
-    """Lengths of sequences: log-normal, as those of conversations are."""
-    random = torch.Generator().manual_seed(0)
-    lengths = 200 * (1.2 * torch.randn(sequences, turns, generator=random)).exp()
-    return (lengths * min(1, longest / 8192)).clamp(1, longest).int()
+        return torch.nn.functional.scaled_dot_product_attention(q[:, -1:], k, v).flatten()
 
 
 def main() -> None:
     on_gpu = torch.cuda.is_available() and not triton.knobs.runtime.interpret
-    sequences, heads, dim, longest, steps = (
-        (64, 8, 64, 8192, 500) if on_gpu else (4, 2, 16, 1024, 40)
-    )
     torch.manual_seed(0)
+    sequences, heads, dim, longest = (64, 8, 64, 8192) if on_gpu else (4, 2, 16, 1024)
+    steps = 500 if on_gpu else 40
     with devalloc.Heap("256MiB" if on_gpu else "1MiB") as heap:
         inputs = torch.randn(64, sequences, heads * dim).to(heap.device, torch.float16)
-        targets = random_targets(sequences, 64, longest).to(heap.device)
+        targets = 200 * (1.2 * torch.randn(sequences, 64)).exp() * longest / 8192
+        targets = targets.clamp(1, longest).int().to(heap.device)
         decoder = Decoder(heap, inputs, targets, heads, longest)
         decoder.step()  # compiles, too
-        replay = decoder.step
-        if on_gpu:
-            graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph() if on_gpu else None
+        if graph:
             with torch.cuda.graph(graph):
                 decoder.step()
-            replay = graph.replay
         for _ in range(steps):
-            replay()
+            graph.replay() if graph else decoder.step()
         heap.check()
         found = heap.stats()
-    page_bytes, held = 4 * PAGE * heads * dim, triton.cdiv(decoder.lengths, PAGE).sum()
-    for sequence in range(sequences):
-        wanted = decoder.reference(sequence)
-        torch.testing.assert_close(decoder.out[sequence].float(), wanted, rtol=2e-2, atol=2e-2)
-    assert found.allocations - found.frees == held
-
-    mib, ended = 1 << 20, int(decoder.turns.sum())
-    print(f"{sequences} sequences, {steps + 1} steps, {ended} sequences ended: all as expected")
-    print(f"  tokens in the cache      {int(decoder.lengths.sum()):9}")
+    for sequence, out in enumerate(decoder.out.float()):
+        torch.testing.assert_close(out, decoder.reference(sequence), rtol=2e-2, atol=2e-2)
+    assert found.allocations - found.frees == triton.cdiv(decoder.lengths, PAGE).sum()
+    print(
+        f"{steps + 1} steps of {sequences} sequences, {int(decoder.turns.sum())} ended: as expected"
+    )
     print(f"  pages taken, given back  {found.allocations:9}, {found.frees}")
-    print(f"  the heap's pages, peak   {found.peak / mib:9.2f} MiB")
-    print(f"  reserved for the longest {sequences * longest * page_bytes / PAGE / mib:9.2f} MiB")
+    print(f"  the heap's pages, peak   {found.peak / 2**20:9.2f} MiB")
+    print(f"  reserved for the longest {sequences * longest * heads * dim / 2**18:9.2f} MiB")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """The square of a sparse matrix, row by row, each row added up in a hash table of the heap.
 
-How long a row of the product is, is known when it is there. A program adds the products of a row up
-in a hash table, counts what is in it, takes a block of that size, and moves the row there. It
-keeps a small table for all its rows, and takes a larger one only for as long as it needs it. So the
-memory is that of the result and of a few tables.
+A program adds the products of a row up in a hash table, counts what is in it, takes a block of that
+size, and moves the row there. So the memory is that of the result and of a few tables.
 
-Without a heap one computes everything twice, first only to count, with tables for all long rows
-made beforehand; libraries take buffers for all products, of which there may be many times more.
+Without a heap one computes everything twice, first only to count; or takes room for all products,
+of which there may be many times more.
 
 Run it: ``python examples/sparse_product.py`` (without a GPU: with ``TRITON_INTERPRET=1``).
 """
@@ -19,15 +17,14 @@ import devalloc
 from devalloc import kernels as da
 
 ON_GPU = torch.cuda.is_available() and not triton.knobs.runtime.interpret
-KEPT = 1024  # slots of the table that a program keeps
+KEPT = 1024 if ON_GPU else 64  # slots of the table that a program keeps
 TILE = (8, 16, 128) if ON_GPU else (64, 16, 1024)  # the interpreter wants wide ones
 
 
 @triton.jit
 def add_products(keys, sums, slots, starts, columns, values, first, end,
                  ENTRIES: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
-    """Add a row's products to a table that only this program uses: ``keys`` are columns + 1, 0 in
-    free slots, ``sums`` beside them. Returns how many keys there are."""
+    """Add a row's products to a table: ``keys``, columns + 1. Returns how many keys there are."""
     for at in range(first, end, ENTRIES):
         entry = at + tl.arange(0, ENTRIES)
         column = tl.load(columns + entry, mask=entry < end, other=0)
@@ -50,12 +47,11 @@ def add_products(keys, sums, slots, starts, columns, values, first, end,
                 todo = todo & (found == 0)
                 slot = (slot + 1) & (slots - 1)
     tl.debug_barrier()
-    count = tl.zeros((), tl.int32)
+    count = tl.zeros((LANES,), tl.int32)
     for at in range(0, slots, LANES):
         slot = at + tl.arange(0, LANES)
-        used = tl.load(keys + slot, mask=slot < slots, other=0) != 0
-        count += tl.sum(used.to(tl.int32), axis=0)
-    return count
+        count += (tl.load(keys + slot, mask=slot < slots, other=0) != 0).to(tl.int32)
+    return tl.sum(count, axis=0)
 
 
 @triton.jit
@@ -79,17 +75,15 @@ def move_row(keys, sums, slots, row, count, STRIDE: tl.constexpr, LANES: tl.cons
 @triton.jit
 def square_kernel(heap, starts, columns, values, sizes, rows, addrs, lengths, KEPT: tl.constexpr,
                   ENTRIES: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
-    """A row is a block of pairs, column and value; ``sizes`` are slots. Programs take turns."""
+    """A row is a block of pairs, column and value; ``sizes``: slots of its table."""
     kept = da.zeros(heap, 8 * KEPT)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        first = tl.load(starts + row)
-        end = tl.load(starts + row + 1)
+        first, end = tl.load(starts + row), tl.load(starts + row + 1)
         slots = tl.load(sizes + row)
         table = kept
         if slots > KEPT:
             table = da.zeros(heap, slots.to(tl.int64) * 8)
-        addr = table * 0
-        count = slots * 0
+        addr, count = table * 0, slots * 0
         if table != 0:
             keys = da.pointer(heap, table, tl.int32)
             sums = da.pointer(heap, table + 4 * slots, tl.float32)
@@ -99,36 +93,28 @@ def square_kernel(heap, starts, columns, values, sizes, rows, addrs, lengths, KE
             count = tl.where(addr != 0, count, 0)  # no memory: an empty row; the heap recorded it
             pairs = addr.to(tl.pointer_type(tl.int32)), (addr + 4).to(tl.pointer_type(tl.float32))
             move_row(keys, sums, slots, pairs, count, 2, LANES)
-            if slots > KEPT:
-                da.free(heap, table)
+            da.free(heap, table, slots > KEPT)
         tl.store(addrs + row, addr)
         tl.store(lengths + row, count)
     da.free(heap, kept)
 
 
-def table_sizes(starts: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Slots for each row's products, at least twice as many: powers of two."""
-    products = torch.segment_reduce(starts.diff()[columns].float(), "sum", offsets=starts)
-    return torch.exp2(torch.ceil(torch.log2(2 * products.clamp(min=32)))).int()
-
-
-def square(heap: devalloc.Heap, a: tuple[torch.Tensor, ...], programs: int):
+def square(heap: devalloc.Heap, starts, columns, values, programs: int):
     """The rows of the square: addresses of blocks of pairs, and how many pairs."""
-    sizes = table_sizes(*a[:2])
-    addrs = torch.empty_like(sizes, dtype=torch.int64)
-    lengths = torch.empty_like(sizes)
-    square_kernel[(programs,)](heap.handle, *a, sizes, len(sizes), addrs, lengths, KEPT, *TILE,
-                               num_warps=1)  # fmt: skip
+    products = torch.segment_reduce(starts.diff()[columns].float(), "sum", offsets=starts)
+    sizes = torch.exp2(torch.ceil(torch.log2(2 * products.clamp(min=32)))).int()
+    addrs, lengths = torch.empty_like(sizes, dtype=torch.int64), torch.empty_like(sizes)
+    square_kernel[(programs,)](heap.handle, starts, columns, values, sizes, len(sizes), addrs,
+                               lengths, KEPT, *TILE, num_warps=1)  # fmt: skip
     return addrs, lengths
 
 
 def power_law(rows: int, entries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries (i, j) of a matrix; both how long rows are and how many rows a column is in follow
-    a power law with exponent 2.1."""
+    """Entries (i, j) of a matrix: rows and columns have lengths of a power law, exponent 2.1."""
     random = torch.Generator().manual_seed(0)
-    share = (torch.rand(2, rows, generator=random) ** (-1 / 1.1)).clamp(max=rows / 500)
-    lengths, uses = (share / share.sum(1, keepdim=True) * entries).ceil().long()
-    i, j = (torch.repeat_interleave(torch.arange(rows), n) for n in (lengths, uses))
+    share = (torch.rand(2, rows, generator=random) ** (-1 / 1.1)).clamp(max=rows**0.5)
+    counts = (share / share.sum(1, keepdim=True) * entries).ceil().long()
+    i, j = (torch.repeat_interleave(torch.arange(rows), count) for count in counts)
     return i, j[torch.randint(len(j), (len(i),), generator=random)]
 
 
@@ -141,27 +127,23 @@ def matrix(i: torch.Tensor, j: torch.Tensor, rows: int) -> tuple[torch.Tensor, .
 
 def main() -> None:
     rows, entries, programs = (1_000_000, 10_000_000, 2112) if ON_GPU else (200, 600, 2)
-    with devalloc.Heap("4GiB" if ON_GPU else "1MiB") as heap:
-        i, j = (part.to(heap.device) for part in power_law(rows, entries))
-        a = matrix(i, j, rows)
-        addrs, lengths = square(heap, a, programs)
+    with devalloc.Heap("4GiB" if ON_GPU else "4MiB") as heap:
+        a = matrix(*(part.to(heap.device) for part in power_law(rows, entries)), rows)
+        addrs, lengths = square(heap, *a, programs)
         heap.check()
         pairs, offsets = heap.gather(addrs, lengths, torch.int64)
-        found = heap.stats()
-
+        peak = heap.stats().peak
     columns, values = pairs.view(torch.int32).view(-1, 2).unbind(1)
-    keys = torch.repeat_interleave(torch.arange(rows, device=i.device), offsets.diff()) * rows
-    keys, order = (keys + columns).sort()
+    row = torch.repeat_interleave(torch.arange(rows, device=offsets.device), offsets.diff())
+    keys, order = (row * rows + columns).sort()
     sparse = torch.sparse_csr_tensor(*a, (rows, rows)).to_sparse_coo()
     wanted = torch.sparse.mm(sparse, sparse).coalesce()
     assert torch.equal(keys, wanted.indices()[0] * rows + wanted.indices()[1])
     assert torch.equal(values.contiguous().view(torch.float32)[order], wanted.values())
 
-    mib = 1 << 20
     print(f"{rows} rows, {len(a[1])} entries, {len(pairs)} in the square: all as expected")
-    print(f"  the longest row          {int(lengths.max()):9}")
-    print(f"  columns and values       {8 * len(pairs) / mib:9.2f} MiB")
-    print(f"  the heap's pages, peak   {found.peak / mib:9.2f} MiB")
+    print(f"  columns and values       {8 * len(pairs) / 2**20:9.2f} MiB")
+    print(f"  the heap's pages, peak   {peak / 2**20:9.2f} MiB")
 
 
 if __name__ == "__main__":
