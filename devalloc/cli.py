@@ -269,6 +269,7 @@ class Benchmarks(click.Group):
         "process": "bench_process",
         "sanitize": "bench_sanitize",
         "stress": "bench_stress",
+        "uses": "bench_uses",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
