@@ -35,11 +35,16 @@ def drop(heap, addrs, LANES: tl.constexpr):
 
 
 def main() -> None:
-    with devalloc.Heap("1MiB", debug=True) as heap:
-        addrs = torch.zeros(4, dtype=torch.int64, device=heap.device)
-        keep[(1,)](heap.handle, heap.tag("neighbour lists"), addrs, LANES=4)
-        print(heap.leaks())
-        drop[(1,)](heap.handle, addrs, LANES=4)
+    try:
+        with devalloc.Heap("1MiB", debug=True) as heap:
+            addrs = torch.zeros(4, dtype=torch.int64, device=heap.device)
+            keep[(1,)](heap.handle, heap.tag("neighbour lists"), addrs, LANES=4)
+            print(heap.leaks())
+            drop[(1,)](heap.handle, addrs, LANES=4)
+    except devalloc.Overflow as error:  # raised by the end of the `with`
+        print(f"devalloc.errors.Overflow: {error}")
+    else:
+        raise AssertionError("the overflow was not found")
 
 
 if __name__ == "__main__":

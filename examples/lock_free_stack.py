@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from devalloc.testing import PCT, Exhaustive, Interleaving, Launch, Report, Run
+from devalloc.testing import PCT, Exhaustive, Interleaving, Launch, Report, Run, ScheduleError
 
 EMPTY = tl.constexpr(-1)
 
@@ -130,4 +130,9 @@ def prove_the_repair() -> Report:
 
 if __name__ == "__main__":
     print(prove_the_repair())
-    print(find_the_bug())
+    try:
+        find_the_bug()
+    except ScheduleError as error:
+        print(f"ScheduleError: {error}")
+    else:
+        raise AssertionError("no schedule shows the bug")

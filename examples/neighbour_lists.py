@@ -1,10 +1,8 @@
 """Neighbour lists of moving atoms, made anew in each replay of one CUDA graph.
 
-Each lane writes a list into the block that the list had in the step before. If that is too small,
-or much too large, the lane takes another block and writes again.
-
-Without a heap one pads every list to a guess and loses what is longer, or runs two passes and waits
-for the sum of the lengths, which a graph cannot do.
+A list goes into the block that it had in the step before. Those for which it is too small, or much
+too large, take another one and are written again. Without a heap one pads all lists to a guess, and
+loses what is longer, or runs two passes and waits for the lengths' sum, which a graph cannot do.
 
 Run it: ``python examples/neighbour_lists.py`` (without a GPU: with ``TRITON_INTERPRET=1``).
 """
@@ -52,49 +50,53 @@ def write_lists(heap, addr, room, places, order, starts, atoms, row, searching,
 
 
 @triton.jit
-def lists_kernel(heap, places, order, starts, addrs, rooms, counts, atoms,
-                 GRID: tl.constexpr, CUTOFF: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
-    """``places`` are sorted by cell, ``order`` says which atoms those are; one atom a lane."""
+def lists_kernel(heap, places, order, starts, addrs, rooms, counts, changed, total, atoms,
+                 AGAIN: tl.constexpr, GRID: tl.constexpr, CUTOFF: tl.constexpr,
+                 LANES: tl.constexpr):  # fmt: skip
+    """Write lists, one a lane: all, and note in ``changed`` which need another block; or ``AGAIN``
+    these. ``places`` are sorted by cell, and ``order`` says which atoms those are."""
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    there = row < atoms
+    there = row < (tl.load(total) if AGAIN else atoms)
+    if AGAIN:
+        row = tl.load(changed + row, mask=there, other=0)
     atom = tl.load(order + row, mask=there, other=0)
     addr = tl.load(addrs + atom, mask=there, other=0)
     room = tl.load(rooms + atom, mask=there, other=0)
+    if AGAIN:
+        da.free(heap, addr, there)
+        addr = da.malloc(heap, 4 * tl.load(counts + atom, mask=there, other=0), there)
+        room = (da.usable_size(heap, addr, there) // 4).to(tl.int32)
+        tl.store(addrs + atom, addr, mask=there)
+        tl.store(rooms + atom, room, mask=there)
     count = write_lists(heap, addr, room, places, order, starts, atoms, row, there, GRID, CUTOFF)
-    change = there & ((count > room) | ((room > 16) & (10 * count < 7 * room)))
-    if tl.max(change.to(tl.int32), axis=0) > 0:
-        da.free(heap, addr, change)
-        addr = tl.where(change, da.malloc(heap, 4 * count, change), addr)
-        room = tl.where(change, (da.usable_size(heap, addr, change) // 4).to(tl.int32), room)
-        write_lists(heap, addr, room, places, order, starts, atoms, row, change, GRID, CUTOFF)
-        tl.store(addrs + atom, addr, mask=change)
-        tl.store(rooms + atom, room, mask=change)
-    tl.store(counts + atom, tl.minimum(count, room), mask=there)  # less only without memory
+    tl.store(counts + atom, tl.minimum(count, room) if AGAIN else count, mask=there)
+    if not AGAIN:
+        change = there & ((count > room) | ((room > 16) & (10 * count < 7 * room)))
+        place = tl.cumsum(change.to(tl.int32), axis=0) - 1
+        place += tl.atomic_add(total, tl.sum(change.to(tl.int32), axis=0))
+        tl.store(changed + place, row, mask=change)
 
 
 def random_atoms(atoms: int, clustered: bool) -> tuple[torch.Tensor, int]:
     """Places (3, atoms) and cells on a side: uniform with 40 neighbours, or half in clusters."""
-    random = torch.Generator().manual_seed(0)
+    seed = torch.Generator().manual_seed(0)
     grid = max(2, round((atoms * (0.25 if clustered else 0.1)) ** (1 / 3)))
-    places = torch.rand(3, atoms, generator=random) * grid
+    places = torch.rand(3, atoms, generator=seed) * grid
     if clustered:
-        sizes = torch.randint(200, 3000, (atoms,), generator=random)
-        cluster = torch.repeat_interleave(sizes)[: atoms // 2]
-        centres = torch.rand(3, atoms, generator=random) * (grid - 2) + 1
-        near = torch.randn(3, atoms // 2, generator=random) * 0.55
-        places[:, : atoms // 2] = centres[:, cluster] + near
+        cluster = torch.repeat_interleave(torch.randint(200, 3000, (atoms,), generator=seed))
+        centre = (torch.rand(3, atoms, generator=seed) * (grid - 2) + 1)[:, cluster[: atoms // 2]]
+        places[:, : atoms // 2] = centre + torch.randn(centre.shape, generator=seed) * 0.55
     return (places * CUTOFF).round().clamp(0, grid * CUTOFF - 1), grid
 
 
-class Neighbours:
-    """Atoms that move, and their lists: ``addrs`` and ``counts``, by atom."""
-
+class Neighbours:  # atoms that move, and their lists: addrs and counts, by atom
     def __init__(self, heap: devalloc.Heap, places: torch.Tensor, grid: int) -> None:
         self.heap, self.places, self.grid = heap, places.to(heap.device), grid
         self.speeds = torch.randint_like(self.places, -20, 21)
         self.cells = torch.arange(grid**3 + 1, dtype=torch.int32, device=heap.device)
         self.addrs = torch.zeros(places.shape[1], dtype=torch.int64, device=heap.device)
-        self.rooms, self.counts = self.addrs.int(), self.addrs.int()
+        self.rooms, self.counts, self.changed = (self.addrs.int() for _ in range(3))
+        self.total = self.rooms.new_zeros(1)
 
     def move(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Move the atoms, which walls reflect. Returns the places by cell, and whose they are."""
@@ -107,9 +109,11 @@ class Neighbours:
 
     def step(self) -> None:
         places, order, starts = self.move()
-        lists_kernel[(triton.cdiv(len(order), LANES),)](
-            self.heap.handle, places, order, starts, self.addrs, self.rooms, self.counts,
-            len(order), GRID=self.grid, CUTOFF=CUTOFF, LANES=LANES)  # fmt: skip
+        self.total.zero_()
+        for again in (False, True):
+            lists_kernel[(triton.cdiv(len(order), LANES),)](
+                self.heap.handle, places, order, starts, self.addrs, self.rooms, self.counts,
+                self.changed, self.total, len(order), again, self.grid, CUTOFF, LANES)  # fmt: skip
 
 
 def reference(places: torch.Tensor) -> torch.Tensor:
@@ -127,22 +131,19 @@ def main() -> None:
     with devalloc.Heap("1GiB" if ON_GPU else "4MiB") as heap:
         lists = Neighbours(heap, *random_atoms(atoms, clustered=True))
         lists.step()  # compiles, too
-        graph = torch.cuda.CUDAGraph() if ON_GPU else None
-        if graph:
-            with torch.cuda.graph(graph):
+        if ON_GPU:
+            with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
                 lists.step()
         for _ in range(steps):
-            graph.replay() if graph else lists.step()
-        heap.check()
+            graph.replay() if ON_GPU else lists.step()
         values, offsets = heap.gather(lists.addrs, lists.counts, torch.int32)
-        peak = heap.stats().peak
-    row = torch.repeat_interleave(torch.arange(atoms, device=offsets.device), offsets.diff())
+        peak = heap.stats().peak / 2**20
+    row = torch.repeat_interleave(offsets.diff())
     assert torch.equal((row * atoms + values).sort().values, reference(lists.places))
-    most = int(lists.counts.max())
-    print(f"{atoms} atoms, {steps + 1} steps, at most {most} neighbours: all as expected")
+    print(f"{atoms} atoms, {steps + 1} steps, up to {lists.counts.max()} neighbours: as expected")
     print(f"  what is stored           {len(values) / 2**18:9.2f} MiB")
-    print(f"  the heap's pages, peak   {peak / 2**20:9.2f} MiB")
-    print(f"  padded to the longest    {atoms * most / 2**18:9.2f} MiB, if it were known")
+    print(f"  the heap's pages, peak   {peak:9.2f} MiB")
+    print(f"  padded to the longest    {atoms * lists.counts.max() / 2**18:9.2f} MiB, if known")
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def main() -> None:
         pairs, offsets = heap.gather(addrs, lengths, torch.int64)
         peak = heap.stats().peak
     columns, values = pairs.view(torch.int32).view(-1, 2).unbind(1)
-    row = torch.repeat_interleave(torch.arange(rows, device=offsets.device), offsets.diff())
+    row = torch.repeat_interleave(offsets.diff())
     keys, order = (row * rows + columns).sort()
     sparse = torch.sparse_csr_tensor(*a, (rows, rows)).to_sparse_coo()
     wanted = torch.sparse.mm(sparse, sparse).coalesce()
