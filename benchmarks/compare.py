@@ -14,7 +14,16 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from benchmarks import arena_tables, bench_arena, checks, plots, replay_tables, tables
+from benchmarks import (
+    arena_tables,
+    bench_arena,
+    bench_uses,
+    checks,
+    plots,
+    replay_tables,
+    tables,
+    uses_tables,
+)
 from benchmarks.comparison import PEERS, TARGETS, Results, compare, peer_floor, show
 from benchmarks.results import RESULTS, ROOT, newest, read_rows
 
@@ -22,6 +31,7 @@ DOCUMENT = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
 HOST = ROOT / "docs" / "host.md"
 DEBUG = ROOT / "docs" / "debug.md"
+USES = ROOT / "docs" / "uses.md"
 ALL_ROWS = RESULTS / "README.md"
 DEVICE_TABLE, README_TABLE = "device", "readme"
 
@@ -80,6 +90,14 @@ def write_debug_document(document: Path = DEBUG) -> None:
     tables.write_block(document, "debug", tables.debug_table(rows))
 
 
+def write_uses_document(document: Path = USES) -> None:
+    """The newest rows of ``bench_uses`` into ``document``, and the picture beside it."""
+    rows = read_rows(newest(bench_uses.FOLDER))
+    uses_tables.draw(rows, document.parent / "plots")
+    for name, text in uses_tables.blocks(rows).items():
+        tables.write_block(document, name, text)
+
+
 @click.command("compare")
 @click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--write-docs", is_flag=True, help="Put tables and plots into the documents.")
@@ -109,6 +127,9 @@ def main(files: tuple[Path, ...], write_docs: bool, width: tuple[int, int] | Non
         click.echo(f"wrote {HOST}")
         write_debug_document()
         click.echo(f"wrote {DEBUG}")
+        with suppress(FileNotFoundError):  # there may be no rows yet
+            write_uses_document()
+            click.echo(f"wrote {USES}")
 
 
 if __name__ == "__main__":

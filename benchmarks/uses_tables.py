@@ -57,7 +57,9 @@ def about(rows: Rows) -> str:
 
 def blocks(rows: Rows) -> dict[str, str]:
     """What goes into the document, by the name of the block: a table for each use."""
-    found = {"uses": about(rows)}
+    found = {
+        "uses": f"{about(rows)}\n\n![time and peak memory over those of a heap](plots/uses.svg)"
+    }
     for use in dict.fromkeys(row["use"] for row in rows):
         body = [cells(row) for row in rows if row["use"] == use]
         found[f"uses-{use}"] = table(HEADER, 2, body)

@@ -83,7 +83,7 @@ def random_atoms(atoms: int, clustered: bool) -> tuple[torch.Tensor, int]:
     grid = max(2, round((atoms * (0.25 if clustered else 0.1)) ** (1 / 3)))
     places = torch.rand(3, atoms, generator=seed) * grid
     if clustered:
-        cluster = torch.repeat_interleave(torch.randint(200, 3000, (atoms,), generator=seed))
+        cluster = torch.repeat_interleave(torch.randint(200, 3000, (atoms // 99,), generator=seed))
         centre = (torch.rand(3, atoms, generator=seed) * (grid - 2) + 1)[:, cluster[: atoms // 2]]
         places[:, : atoms // 2] = centre + torch.randn(centre.shape, generator=seed) * 0.55
     return (places * CUTOFF).round().clamp(0, grid * CUTOFF - 1), grid
@@ -102,7 +102,7 @@ class Neighbours:  # atoms that move, and their lists: addrs and counts, by atom
         """Move the atoms, which walls reflect. Returns the places by cell, and whose they are."""
         moved = self.places + self.speeds
         self.places.copy_(moved.clamp(0, self.grid * CUTOFF - 1))
-        self.speeds.mul_(torch.where(moved == self.places, 1, -1))
+        self.speeds.mul_((moved == self.places) * 2 - 1)
         x, y, z = (self.places / CUTOFF).int()
         cells, order = torch.sort((z * self.grid + y) * self.grid + x)
         return self.places[:, order], order.int(), torch.searchsorted(cells, self.cells).int()

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from benchmarks import (
     bench_order,
+    bench_uses,
     checks,
     compare,
     comparison,
@@ -22,7 +23,7 @@ from benchmarks import (
     tables,
 )
 from benchmarks.comparison import Results, peer_values
-from benchmarks.results import RESULTS, RowFile, read_rows
+from benchmarks.results import PROVENANCE, RESULTS, RowFile, read_rows
 from benchmarks.rows import Row
 from benchmarks.worker import failed_record
 from devalloc import cli
@@ -248,12 +249,41 @@ def test_the_debug_document_is_made_of_its_rows(tmp_path: Path) -> None:
     assert document.read_text() == compare.DEBUG.read_text()
 
 
+def test_the_document_of_uses_has_a_place_for_each_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of every use go into a copy of the document."""
+    columns = dict.fromkeys(("median", "p20", "p80"), "0.5")
+    columns |= {"peak_bytes": "64", "result_bytes": "32", "synchronisations": "1", "dropped": "0"}
+    columns |= dict.fromkeys(PROVENANCE, "2026-01-01")
+    measured = [
+        {"use": use, "input": "small", "way": way, "check": "ok", "rounds": "10", **columns}
+        for use in bench_uses.USES
+        for way in ("heap", "other")
+    ]
+    document = tmp_path / "uses.md"
+    shutil.copy(compare.USES, document)
+    monkeypatch.setattr(compare, "newest", lambda _folder: None)
+    monkeypatch.setattr(compare, "read_rows", lambda _path: measured)
+    compare.write_uses_document(document)
+    text = document.read_text()
+    line = "| small | other | 0.5 | 0.5 to 0.5 | 0.0 | 2.00 | 1 | 0 | ok |"
+    assert text.count(line) == len(bench_uses.USES)
+    assert (tmp_path / "plots" / "uses.svg").exists()
+
+
 # The command line
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("device", "--group"), ("compare", "--write-docs"), ("plot", "--out"), ("order", "--turns")],
+    [
+        ("device", "--group"),
+        ("compare", "--write-docs"),
+        ("plot", "--out"),
+        ("order", "--turns"),
+        ("uses", "--graph"),
+    ],
 )
 def test_the_command_line_finds_the_benchmarks(name: str, text: str) -> None:
     done = CliRunner().invoke(cli.main, ["bench", name, "--help"])

@@ -101,7 +101,13 @@ class Sequences:
         self.targets = targets.to(device)
         self.page_bytes = 4 * PAGE * heads * dim
         self.clock = 64 * longest
+        self.held = self._pages(self.layer().weights)
         self.last, self.most_pages = self._simulate(targets.numpy())
+
+    def layer(self, heap: devalloc.Heap | None = None) -> Decoder:
+        """The same weights in every layer."""
+        torch.manual_seed(0)
+        return Decoder(heap or self, self.inputs, self.targets, self.heads, self.longest)
 
     def _simulate(self, targets: np.ndarray) -> tuple[torch.Tensor, int]:
         """The lengths after a round, and the most pages that are taken at once."""
@@ -115,7 +121,7 @@ class Sequences:
             most = max(most, int((-(-length // PAGE)).sum()))
         return torch.from_numpy(length), most
 
-    def pages(self, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _pages(self, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What is in the cache at the start: ``(sequence, place, contents)`` of each page, with
         contents of shape (pages, 2, heads, PAGE, dim)."""
         held = -(-self.first // PAGE).long()
@@ -137,9 +143,7 @@ class Decoding(Way):
 
     def __init__(self, given: Sequences, heap: devalloc.Heap | None) -> None:
         self.given, self.heap = given, heap
-        torch.manual_seed(0)
-        self.layer = Decoder(heap or given, given.inputs, given.targets, given.heads, given.longest)
-        self.held = given.pages(self.layer.weights)
+        self.layer = given.layer(heap)
         self.sizes = {"HEADS": given.heads, "DIM": given.dim}
 
     def begin(self) -> None:
@@ -180,7 +184,7 @@ class InHeap(Decoding):
         assert self.heap is not None
         super().begin()
         self.heap.reset()
-        sequence, place, contents = self.held
+        sequence, place, contents = self.given.held
         sizes = torch.full_like(sequence, self.given.page_bytes)
         addrs = self.heap.malloc(sizes)
         offsets = torch.arange(len(sizes) + 1, device=sizes.device) * (self.given.page_bytes // 2)
@@ -203,7 +207,7 @@ class HostList(Decoding):
 
     def begin(self) -> None:
         super().begin()
-        sequence, place, contents = self.held
+        sequence, place, contents = self.given.held
         self.cache[: len(contents)] = contents.flatten(1)
         self.layer.table[sequence, place] = torch.arange(len(place), device=place.device)
         self.free = torch.arange(len(place), len(self.cache), device=place.device)
@@ -254,7 +258,7 @@ class Dense(Decoding):
 
     def begin(self) -> None:
         super().begin()
-        sequence, place, contents = self.held
+        sequence, place, contents = self.given.held
         pages = self.cache.view(*self.cache.shape[:3], -1, PAGE, self.given.dim)
         pages[sequence, :, :, place] = contents
 

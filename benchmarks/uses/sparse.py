@@ -115,9 +115,10 @@ class TwoPasses(Square):
 
     def step(self) -> None:
         starts, device = self.a[0], self.device
-        products = torch.segment_reduce(starts.diff()[self.a[1]].float(), "sum", offsets=starts)
+        products = starts.diff()[self.a[1]].float()
+        products = torch.segment_reduce(products, "sum", offsets=starts, unsafe=True)
         sizes = torch.exp2(torch.ceil(torch.log2(2 * products.clamp(min=32)))).int()
-        large = torch.where(sizes > KEPT, sizes, 0)
+        large = sizes * (sizes > KEPT)
         places = large.cumsum(0)
         room = int(places[-1])
         places -= large
