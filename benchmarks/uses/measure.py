@@ -22,8 +22,8 @@ from benchmarks.harness import WrongResult
 from benchmarks.results import PROVENANCE
 
 COLUMNS = ("use", "input", "n", "way", "unit", "median", "p20", "p80", "min", "max", "rounds",
-           "steps", "synchronisations", "dropped", "result_bytes", "peak_bytes", "check",
-           *PROVENANCE)  # fmt: skip
+           "steps", "synchronisations", "dropped", "result_bytes", "peak_bytes", "heap_peak_bytes",
+           "check", *PROVENANCE)  # fmt: skip
 
 
 class Way:
@@ -129,7 +129,7 @@ def measure(make: Callable[[], Way], device: torch.device, rounds: int) -> dict[
     A way that fails, as libraries do for large inputs, has the error's first line as its check, and
     no times.
     """
-    way, peak, dropped, waits, check = None, 0, 0, "", "ok"
+    way, peak, heap_peak, dropped, waits, check = None, 0, 0, 0, "", "ok"
     times: list[float] = []
     gc.collect()
     if device.type == "cuda":
@@ -141,7 +141,7 @@ def measure(make: Callable[[], Way], device: torch.device, rounds: int) -> dict[
         timed_round(way, device)
         if way.heap is not None:
             way.heap.check()
-            peak = way.heap.stats().peak
+            peak = heap_peak = way.heap.stats().peak
         if device.type == "cuda":
             peak += torch.cuda.max_memory_allocated(device) - before
         dropped = way.check()
@@ -162,6 +162,7 @@ def measure(make: Callable[[], Way], device: torch.device, rounds: int) -> dict[
         "synchronisations": waits,
         "dropped": dropped,
         "peak_bytes": peak,
+        "heap_peak_bytes": heap_peak,
         "heap_bytes": heap_bytes,
         "check": check,
     }

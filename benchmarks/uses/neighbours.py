@@ -134,7 +134,7 @@ class Moving(Way):
 
 class InHeap(Moving):
     def __init__(self, atoms: Atoms) -> None:
-        heap = devalloc.Heap(max(8 << 20, 10 * atoms.first_pairs), device=atoms.device)
+        heap = devalloc.Heap(max(8 << 20, 16 * atoms.first_pairs), device=atoms.device)
         super().__init__(atoms, heap)
         self.step = recorded(self.lists.step, atoms.device)  # type: ignore[method-assign]
 
