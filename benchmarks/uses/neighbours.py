@@ -102,6 +102,7 @@ class Atoms:
         places, self.grid = random_atoms(atoms, clustered)
         self.steps, self.device = steps, device
         self.places = places.to(device)
+        torch.manual_seed(0)
         self.speeds = torch.randint_like(self.places, -20, 21)
         self.first_pairs = len(reference(self.places))
         moving = Moving(self, None)
