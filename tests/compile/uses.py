@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+import triton
+
 from tests.compile.cases import DEBUG_HEAP, HEAP, Case
 
 ATOMS = {"places": "*fp32", "order": "*i32", "starts": "*i32", "atoms": "i32"}
@@ -69,6 +71,8 @@ def cases() -> list[Case]:
             heaps: list[dict[str, str]] = [{}]
             if package == "examples":
                 heaps = [HEAP, {"heap": DEBUG_HEAP}]
+            if path == "paged_kv_cache.append_kernel" and triton.__version__ < "3.9":
+                heaps = [HEAP]  # Triton 3.6 crashes over a constant request of 32 KiB there
             for heap in heaps:
                 found.append(Case(f"{package}.{module}", name, heap | types, warps, constexprs))
     return found
