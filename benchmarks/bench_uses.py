@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from benchmarks import uses_tables
 from benchmarks.options import require_device
 from benchmarks.results import RESULTS, RowFile
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from benchmarks.uses.measure import Input
 
 FOLDER = RESULTS / "uses"
+LINE = "{:<10} {:<18} {:<16} {:>10} {:>10} {:>8} {:>8}"
 USES = ("ragged", "neighbours", "cache", "sparse", "index")
 
 
@@ -69,7 +69,8 @@ def main(
     source = provenance(place, seed=0, heap_bytes=0)
     file = RowFile(out, COLUMNS)
     console = Console(highlight=False, soft_wrap=True)
-    rows = []
+    console.print(LINE.format("use", "input", "way", "ms a step", "peak, MiB", "waits", "dropped"))
+    failed = ""
     for use in USES:
         if only and use not in only:
             continue
@@ -85,16 +86,25 @@ def main(
                     **measure(make, place, rounds),
                 }
                 file.write(row)
-                rows.append({name: str(value) for name, value in row.items()})
-                console.print(
-                    f"{use:<10} {given.name:<12} {way:<16} {float(str(row['median'])):10.4f} ms "
-                    f"{int(str(row['peak_bytes'])) / (1 << 20):10.1f} MiB  {row['check']}"
+                told = LINE.format(
+                    use,
+                    given.name,
+                    way,
+                    f"{float(str(row['median'])):.4f}",
+                    f"{int(str(row['peak_bytes'])) / (1 << 20):.1f}",
+                    str(row["synchronisations"]),
+                    str(row["dropped"]),
                 )
-    console.print(uses_tables.for_terminal(rows))
+                if row["check"] != "ok":
+                    told = (
+                        f"{LINE.format(use, given.name, way, *[''] * 4).rstrip()}  {row['check']}"
+                    )
+                    if way.startswith("heap"):
+                        failed = failed or f"{use} {given.name}: {row['check']}"
+                console.print(told)
     console.print(f"rows: {file.path}")
-    wrong = [row for row in rows if row["check"] != "ok" and row["way"].startswith("heap")]
-    if wrong:
-        raise click.ClickException(f"{wrong[0]['use']} {wrong[0]['input']}: {wrong[0]['check']}")
+    if failed:
+        raise click.ClickException(failed)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""The rows of ``bench_uses`` as tables for the terminal and docs/uses.md, and as a picture."""
+"""The rows of ``bench_uses`` as tables for docs/uses.md, and as a picture."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import matplotlib
-from rich.table import Table
 
 from benchmarks.comparison import number, show
 from benchmarks.plots import PLOTS
@@ -36,13 +35,6 @@ def cells(row: dict[str, str]) -> tuple[str, ...]:
         row["dropped"],
         "ok",
     )
-
-
-def for_terminal(rows: Rows) -> Table:
-    shown = Table("use", *HEADER)
-    for row in rows:
-        shown.add_row(row["use"], *cells(row))
-    return shown
 
 
 def about(rows: Rows) -> str:

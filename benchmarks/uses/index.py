@@ -38,7 +38,9 @@ class Stream(Way):
 class InHeap(Stream):
     def __init__(self, text: torch.Tensor, words: int, steps: int) -> None:
         super().__init__(text, words, steps)
-        self.heap = devalloc.Heap(max(8 << 20, 12 * len(text)), device=text.device)
+        # Half of the lists' last chunks may be empty, and the longest chunks are runs of MiBs that
+        # have to fit between pages of small ones. Capacity is not compared; pages in use are.
+        self.heap = devalloc.Heap(max(8 << 20, 48 * len(text)), device=text.device)
         self.index = Index(self.heap, words)
 
     def begin(self) -> None:

@@ -4,6 +4,7 @@ are made of the same parts."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,7 +67,10 @@ class InHeap(Square):
 
     def __init__(self, a: Matrix, wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
         super().__init__(a, wanted)
-        room = max(16 << 20, 3 * 8 * len(wanted[0]))
+        # Beside the result all programs hold tables, which for dense rows are several times the
+        # result and runs of up to MiBs. The capacity is not compared; the pages in use are.
+        least = (2048 if self.device.type == "cuda" else 16) << 20
+        room = max(least, 8 * 8 * len(wanted[0]))
         self.heap = devalloc.Heap(room, device=self.device)
         self.addrs = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
 
@@ -146,7 +150,11 @@ class Torch(Square):
 
     def __init__(self, a: Matrix, wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
         super().__init__(a, wanted)
-        self.matrix = torch.sparse_csr_tensor(*a, (self.rows, self.rows), check_invariants=False)
+        with warnings.catch_warnings():  # that CSR tensors are in beta state
+            warnings.simplefilter("ignore", UserWarning)
+            self.matrix = torch.sparse_csr_tensor(
+                *a, (self.rows, self.rows), check_invariants=False
+            )
         if self.device.type == "cpu":  # where CSR needs a library that few builds have
             self.matrix = self.matrix.to_sparse_coo()
 
