@@ -11,7 +11,7 @@ import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from devalloc.arguments import known_device, sizes_of
 from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import DoubleFree, InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
-from devalloc.regions import RegionInfo, Regions
+from devalloc.regions import RegionMethods, Regions
 from devalloc.sizes import format_size, parse_size, quote, size_option
 from devalloc.sources import Segment, SimulatedSource, Source, VirtualSource
 from devalloc.tensors import Key, TensorStay, without_elements
@@ -73,7 +73,7 @@ class Block(Owner):
             self.arena.cache.free_in_finalizer(self.address, self.claim)
 
 
-class Arena(Owner):
+class Arena(RegionMethods, Owner):
     """Memory of one device, cached, for tensors, blocks and heaps.
 
     Parameters
@@ -443,7 +443,8 @@ class Arena(Owner):
         """A `devalloc.Heap` in memory of this arena.
 
         The memory returns when the heap is closed and its last tensor is gone. Kernels must be able
-        to run on the arena's device, as for any heap.
+        to run on the arena's device, as for any heap. In a `region` the heap sleeps with it: what
+        is allocated stays allocated, and the contents of blocks are what the region keeps.
         """
         from devalloc.heap import Heap
 
@@ -464,27 +465,29 @@ class Arena(Owner):
             or is CUDA's per-thread default stream.
         """
         handle = stream if isinstance(stream, int) else self._handle(stream)
-        if isinstance(what, Block):
-            if what.arena is not self:
-                raise InvalidArgument(
-                    f"{what!r} is a block of {what.arena!r}, not of {self!r}; record the stream "
-                    "there"
-                )
-            address, claim = what.address, what.claim
-            if what.freed:
-                raise InvalidArgument(f"{what!r} was freed before; record streams of live blocks")
-        elif isinstance(what, torch.Tensor) and self._is_here(what.device):
-            address, claim = what.untyped_storage().data_ptr(), None
-        else:
-            given = f"a tensor on {what.device}" if isinstance(what, torch.Tensor) else quote(what)
-            raise InvalidArgument(
-                f"record_stream takes a block or a tensor of {self!r}, not {given}; for PyTorch's "
-                "own memory there is Tensor.record_stream"
-            )
+        address, claim = self._place_of(what, "record_stream")
         if address:
             if refusal := self._cache.refusal_at(address):
                 raise InvalidArgument(f"cannot record a stream: {refusal}")
             self._cache.record_stream(address, resolve_stream(handle, self.device), claim)
+
+    def _place_of(self, what: Any, purpose: str) -> tuple[int, int | None]:
+        """The address and the claim of a tensor's memory or a block; for the call ``purpose``."""
+        if isinstance(what, Block):
+            if what.arena is not self:
+                raise InvalidArgument(
+                    f"{what!r} is a block of {what.arena!r}, not of {self!r}; call {purpose} there"
+                )
+            if what.freed:
+                raise InvalidArgument(f"{what!r} was freed before; {purpose} takes live blocks")
+            return what.address, what.claim
+        if isinstance(what, torch.Tensor) and self._is_here(what.device):
+            return what.untyped_storage().data_ptr(), None
+        given = f"a tensor on {what.device}" if isinstance(what, torch.Tensor) else quote(what)
+        raise InvalidArgument(
+            f"{purpose} takes a block or a tensor of {self!r}, not {given}; for PyTorch's own "
+            "memory there is torch.cuda"
+        )
 
     def _is_here(self, device: torch.device) -> bool:
         # The device of a caller's own source may have no index.
@@ -497,81 +500,16 @@ class Arena(Owner):
             )
         return stream.cuda_stream
 
-    # Regions --------------------------------------------------------------------------------------
-
-    def region(
-        self, tag: str = "default", *, backup: str | None = None, on_resume: str = "undefined"
-    ) -> AbstractContextManager[None]:
-        """Within it this thread's allocations belong to a region, which `pause` takes away.
-
-        Regions nest, and the inner one wins. Threads do not see each other's. A tag may be entered
-        again, with the same options.
-
-        Parameters
-        ----------
-        tag : str
-            The region's name.
-        backup : {None, "cpu"}
-            Whether `pause` saves the contents of live tensors and blocks in host memory.
-        on_resume : {"undefined", "zero"}
-            The contents of what has no backup after `resume`.
-
-        Raises
-        ------
-        InvalidArgument
-            For a closed arena or one made by `install`, a source other than ``"virtual"``, or a tag
-            that has other options.
-        """
-        self._require_open()
-        if self._installed:
-            raise InvalidArgument("an arena that serves all of PyTorch has no regions")
-        return self._regions.enter(tag, backup, on_resume)
-
-    def pause(self, tag: str | None = None, streams: Sequence[int] | None = None) -> None:
-        """Give the memory of a region back to the device, and keep its addresses.
-
-        Everything that lives there stays where it is and must not be used until `resume`. It may be
-        freed. Without a tag, all regions that are awake are paused, all or none. Pausing what
-        sleeps changes nothing. If it raises, nothing has changed.
-
-        Waits for the streams that own blocks of the region, for recorded ones, and for ``streams``
-        (handles). Work on other streams must not use the region any more.
-
-        Raises
-        ------
-        InvalidArgument
-            For an unknown tag, during a capture, or if the region has a heap.
-        OutOfMemory
-            If there is no host memory for the backup.
-        """
-        self._require_open()
-        self._regions.pause(tag, streams)
-
-    def resume(self, tag: str | None = None) -> None:
-        """Put memory behind the addresses of a region again, with the contents of its backup.
-
-        Without a tag, all regions that sleep are resumed, all or none. Resuming what is awake
-        changes nothing. Later work of every stream sees the contents.
-
-        Raises
-        ------
-        OutOfMemory
-            If the device or the limit does not allow it; the region sleeps on, with its backup.
-        InvalidArgument
-            For an unknown tag, or during a capture.
-        """
-        self._regions.resume(tag)
-
-    def tags(self) -> list[RegionInfo]:
-        """The regions: tag, bytes of its segments, and ``"awake"`` or ``"asleep"``."""
-        return self._regions.tags()
-
     # Graphs ---------------------------------------------------------------------------------------
 
     def graph_pool(self) -> PrivatePool:
-        """Memory for one CUDA graph, or for several that share it: see `capture`."""
+        """Memory for one CUDA graph, or for several that share it: see `capture`.
+
+        Inside a `region` it belongs to that one, and sleeps with it: a graph that is replayed after
+        `resume` finds its memory at the same addresses.
+        """
         self._require_open()
-        return self._cache.private_pool()
+        return self._regions.graph_pool()
 
     def capture(self, pool: PrivatePool) -> AbstractContextManager[None]:
         """To be put around a capture: within it this thread's allocations come from ``pool``.
@@ -698,13 +636,15 @@ class Arena(Owner):
         Segments that PyTorch took in `use` are counted as ``outside_segment.current``,
         ``.allocated``, ``.freed`` and ``outside_bytes.current``. With the source ``"virtual"``
         there are also ``virtual_bytes.address_space``, ``.mapped`` and ``.idle``: what the source
-        has reserved and mapped, and what all sources of the device keep idle.
+        has reserved and mapped, and what all sources of the device keep idle; and
+        ``backup_bytes.pinned``, ``.pageable`` and ``.disk`` for the backups of regions.
         """
         stats = {**self._cache.stats(), **self._cache.external.stats()}
         if isinstance(self._source, VirtualSource):
             virtual = self._source.stats()
             for name in ("address_space", "mapped", "idle"):
                 stats[f"virtual_bytes.{name}"] = getattr(virtual, name)
+            stats.update(self._regions.stats())
         return stats
 
     def memory_allocated(self) -> int:
@@ -765,10 +705,21 @@ class _ArenaSource:
         self._arena = arena
         self.device = arena.device
         self.capabilities = arena._source.capabilities
+        self._has_data = False
+
+    def refusal_at(self, address: int) -> str:
+        """Why the memory cannot be used now; empty if it can."""
+        return self._arena._cache.refusal_at(address)
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
-        address = self._arena._malloc(nbytes, self._arena._owner(stream))
-        self._arena._regions.heaps.add(address)
+        arena = self._arena
+        address = arena._malloc(nbytes, arena._owner(stream))
+        arena._regions.heaps.add(address)
+        # A heap takes its data first. What comes then says what is allocated, and without that the
+        # heap would be lost: it is backed up whatever the region does with contents.
+        if self._has_data and arena._regions.region_at(address) is not None:
+            arena._cache.set_rule(address, "backup")
+        self._has_data = True
         return address
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:

@@ -139,6 +139,8 @@ class Heap(Owner):
         # A kernel needs only the handle to reach all of this.
         keeps = (data,) if self._debug is None else (data, self._debug.segment)
         self._control = Segment(source, self._geometry.words * 8, keeps=keeps)
+        # An arena's memory may be asleep for a while.
+        self._refusal_at = getattr(source, "refusal_at", None)
         self._data: Segment | None = data
         self._handle = self._control.view().view(torch.int64)
         # What kernels get. By its type they know a debug heap.
@@ -178,6 +180,8 @@ class Heap(Owner):
         """Why kernels cannot be launched with the handle now; empty if they can."""
         if self.closed:
             return _CLOSED
+        if refusal := self._asleep():
+            return refusal
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
             return (
                 f"the heap lives on {self.device}, but kernels are launched on the current device "
@@ -185,6 +189,14 @@ class Heap(Owner):
                 f"{self.device.index})"
             )
         return ""
+
+    def _asleep(self) -> str:
+        """Why the heap's memory cannot be used now; empty if it can."""
+        # (torch.compile could not trace the arena, and compiled code does not ask again anyway.)
+        if self._refusal_at is None or torch.compiler.is_compiling():
+            return ""
+        refusal = self._refusal_at(self._control.address)
+        return f"the heap cannot be used: {refusal}" if refusal else ""
 
     @property
     def closed(self) -> bool:
@@ -196,11 +208,15 @@ class Heap(Owner):
         Waits for the device. Closing twice is harmless. A debug heap with live blocks issues a
         `LeakWarning` that contains its leak report. In a kernel that is launched later with an
         old `handle`, malloc returns 0 and every free is a wrong free.
+
+        A heap in a region of an arena that is asleep cannot be closed: InvalidArgument. Dropping
+        it gives its memory back.
         """
         self._close(warn=True)
 
     def _close(self, warn: bool) -> None:
         if self._data is not None:
+            self._require_open()
             self._synchronise()
             leaks = self.leaks() if warn and self._debug is not None else None
             heap_state.retire(self._handle)
@@ -229,7 +245,8 @@ class Heap(Owner):
                 self._check_at_end(error)
             done = kind is None
         finally:
-            self._close(warn=done)
+            if self.closed or not self._asleep():  # or the error is raised, or there is one
+                self._close(warn=done)
 
     def _check_at_end(self, error: BaseException | None) -> None:
         """`check`. If there is an ``error`` already, add what kernels recorded to it as a note,
@@ -249,6 +266,8 @@ class Heap(Owner):
     def _require_open(self) -> None:
         if self.closed:
             raise InvalidArgument(_CLOSED)
+        if refusal := self._asleep():
+            raise InvalidArgument(refusal)
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":

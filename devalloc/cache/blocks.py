@@ -353,16 +353,17 @@ class PoolSet:
 
     ``uses`` counts the graphs that may still read and write the memory. When it is zero, segments
     are given back as soon as they are idle. ``refusal``, if not empty, says why nothing can be
-    allocated there now.
+    allocated there now. ``rules`` has what a pause does with some live blocks, by address.
     """
 
-    __slots__ = ("owner", "pools", "refusal", "uses")
+    __slots__ = ("owner", "pools", "refusal", "rules", "uses")
 
     def __init__(self, owner: tuple[int, int]) -> None:
         self.owner = owner
         self.pools = (Pool(0, owner), Pool(1, owner))
         self.uses = 1
         self.refusal = ""
+        self.rules: dict[int, str] = {}
 
     @property
     def segments(self) -> int:

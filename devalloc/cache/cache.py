@@ -671,7 +671,7 @@ class Cache(Owner):
         """The pools that this thread's allocations on ``stream`` come from. Not under the lock."""
         for route in self._routes:
             if route.accepts(stream):
-                return route.pool.pools
+                return route.pools
         return self._store.default
 
     def _pools_of(self, address: int) -> PoolSet | None:
@@ -703,12 +703,12 @@ class Cache(Owner):
     @contextmanager
     def route(
         self,
-        pool: PrivatePool,
+        pool: PrivatePool | None,
         accepts: Callable[[int], bool] | None = None,
         *,
         capture: bool = False,
     ) -> Iterator[None]:
-        """Within the block, allocations go to ``pool``.
+        """Within the block, allocations go to ``pool``, or without one to no private pool.
 
         Parameters
         ----------
@@ -726,12 +726,12 @@ class Cache(Owner):
         InvalidArgument
             For a pool of another cache, or one that has been released.
         """
-        if not isinstance(pool, PrivatePool) or pool.cache is not self:
+        if pool is not None and not (isinstance(pool, PrivatePool) and pool.cache is self):
             raise InvalidArgument(
                 f"a pool is one that this cache's private_pool (or its arena's graph_pool) made, "
                 f"not {pool!r}"
             )
-        route = Route(pool, accepts, capture)
+        route = Route(self._store.default if pool is None else pool.pools, accepts, capture)
         try:
             self._begin_route(route)
             yield
@@ -739,13 +739,14 @@ class Cache(Owner):
             if route.begun:
                 # No call in these lines: an interruption comes before or after all of them.
                 route.ended = True
-                pool.pools.uses -= 1
+                route.pools.uses -= 1
                 self._end_routes()
 
     @_entry
     def _begin_route(self, route: Route) -> None:
-        pools = route.pool.pools
-        self._require_used(pools)
+        pools = route.pools
+        if pools is not self._store.default:
+            self._require_used(pools)
         routes = (route, *self._routes)
         route.begun = True
         pools.uses += 1
@@ -785,13 +786,14 @@ class Cache(Owner):
     # Regions: see `devalloc.cache.sleep` ----------------------------------------------------------
 
     @_entry
-    def begin_change(self, pools: PoolSet, refusal: str) -> list[sleep.Content]:
+    def begin_change(self, pools: PoolSet, refusal: str, *, keep_idle: bool) -> list[sleep.Content]:
         """Refuse allocations from private pools, with this text, and tell what lives there.
 
-        Idle segments go back to the source. Raises InvalidArgument during a capture.
+        Idle segments go back to the source, unless ``keep_idle``. Raises InvalidArgument during a
+        capture.
         """
         self._store.pending.process_events()
-        return sleep.begin(self._store, pools, refusal)
+        return sleep.begin(self._store, pools, refusal, keep_idle)
 
     @_entry
     def mark_asleep(self, pools: PoolSet, asleep: bool, refusal: str) -> None:
@@ -808,10 +810,42 @@ class Cache(Owner):
 
     def refusal_at(self, address: int) -> str:
         """Why the memory at an address cannot be used now; empty if it can."""
+        pools = self.pools_at(address)
+        return "" if pools is None else pools.refusal
+
+    def pools_at(self, address: int) -> PoolSet | None:
+        """The private pools of the block at an address; None if there is none."""
         block = self._store.blocks.get(address)
-        if block is None:
-            return ""
-        return self._store.privates.get(block.segment.pool.owner, self._store.default).refusal
+        return None if block is None else self._store.privates.get(block.segment.pool.owner)
+
+    @_entry
+    def set_rule(self, address: int, rule: str, claim: int | None = None) -> None:
+        """Say what a pause does with a live block of a private pool, until it is freed.
+
+        Raises InvalidArgument if there is no such block.
+        """
+        block = self._live(address, claim)
+        self._store.privates[block.segment.pool.owner].rules[block.address] = rule
+
+    @_entry
+    def contents_of(self, pools: PoolSet) -> list[sleep.Content]:
+        """What lives in private pools."""
+        return sleep.contents(self._store, pools)
+
+    def capturing_here(self) -> bool:
+        """Whether this thread's allocations go to a pool for a capture."""
+        stream = self._store.streams.current()
+        routes = (each for each in self._routes if each.accepts(stream))
+        return next((each.capture for each in routes), False)
+
+    def pools_here(self) -> PoolSet:
+        """The pools that this thread's allocations on the current stream come from."""
+        return self._pools_for(self._store.streams.current())
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a capture is under way, of any thread."""
+        return bool(self._store.captures)
 
     # The front ------------------------------------------------------------------------------------
 

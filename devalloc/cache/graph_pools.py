@@ -82,18 +82,18 @@ class PrivatePool:
 
 
 class Route:
-    """Sends allocations to a private pool: those of one thread, or those that a filter accepts.
+    """Sends allocations to some pools: those of one thread, or those that a filter accepts.
 
     It is in use, and counts as a use of the pool, from ``begun`` to ``ended``. Then it accepts
     nothing, and the next call of the cache removes it.
     """
 
-    __slots__ = ("_filter", "_thread", "begun", "capture", "ended", "pool")
+    __slots__ = ("_filter", "_thread", "begun", "capture", "ended", "pools")
 
     def __init__(
-        self, pool: PrivatePool, accepts: Callable[[int], bool] | None, capture: bool
+        self, pools: PoolSet, accepts: Callable[[int], bool] | None, capture: bool
     ) -> None:
-        self.pool = pool
+        self.pools = pools
         self.capture = capture
         self.begun = False
         self.ended = False

@@ -15,15 +15,19 @@ from devalloc.errors import InvalidArgument, OutOfMemory
 from devalloc.sizes import format_size
 
 
-class Content(NamedTuple):
-    """A segment and its live blocks.
+class LiveBlock(NamedTuple):
+    """A live block, and the rule that `set_rule` gave it ("" if none)."""
 
-    ``runs`` has (address, bytes) of live blocks, neighbours as one; ``streams`` all that may use
-    the segment.
-    """
+    address: int
+    nbytes: int
+    rule: str
+
+
+class Content(NamedTuple):
+    """A segment, its live blocks in the order of addresses, and the streams that may use it."""
 
     segment: Segment
-    runs: list[tuple[int, int]]
+    blocks: list[LiveBlock]
     streams: set[int]
 
 
@@ -31,37 +35,39 @@ def segments_of(store: Store, pools: PoolSet) -> list[Segment]:
     return [each for each in store.segments.values() if each.pool in pools.pools]
 
 
-def begin(store: Store, pools: PoolSet, refusal: str) -> list[Content]:
-    """Allocate nothing from the pools from now on, and give idle segments back.
+def begin(store: Store, pools: PoolSet, refusal: str, keep_idle: bool) -> list[Content]:
+    """Allocate nothing from the pools from now on.
 
-    Raises InvalidArgument during a capture.
+    Idle segments go back, unless ``keep_idle``: graphs use them when they are replayed. Raises
+    InvalidArgument during a capture.
     """
     if store.captures:
         raise InvalidArgument("no region can be paused or resumed during a capture")
     before, pools.refusal = pools.refusal, refusal
     try:
-        store.release_idle(pools)
-        return [_content(store, segment) for segment in segments_of(store, pools)]
+        if not keep_idle:
+            store.release_idle(pools)
+        return contents(store, pools)
     except BaseException:
         pools.refusal = before
         raise
 
 
-def _content(store: Store, segment: Segment) -> Content:
-    runs: list[tuple[int, int]] = []
+def contents(store: Store, pools: PoolSet) -> list[Content]:
+    return [_content(store, pools, segment) for segment in segments_of(store, pools)]
+
+
+def _content(store: Store, pools: PoolSet, segment: Segment) -> Content:
+    blocks: list[LiveBlock] = []
     streams = {segment.stream}
     for block in segment.blocks():
         if block.state == FREE:
             continue
         streams.add(block.home.stream)
         streams |= store.pending.uses.get(block.address, set())
-        if block.state != LIVE:  # freed, and needed only until its streams are done
-            continue
-        if runs and sum(runs[-1]) == block.address:
-            runs[-1] = runs[-1][0], runs[-1][1] + block.size
-        else:
-            runs.append((block.address, block.size))
-    return Content(segment, runs, streams)
+        if block.state == LIVE:  # or it is freed, and needed only until its streams are done
+            blocks.append(LiveBlock(block.address, block.size, pools.rules.get(block.address, "")))
+    return Content(segment, blocks, streams)
 
 
 def mark(store: Store, pools: PoolSet, asleep: bool, refusal: str) -> None:

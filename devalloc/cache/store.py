@@ -324,11 +324,13 @@ class Store:
     def complete(self, block: Block, code: int) -> None:
         """Make a block free that nothing uses any more, except perhaps its owner's stream."""
         policy = self.policy
+        pools = self.privates.get(block.home.pool.owner)
+        if pools is not None:
+            pools.rules.pop(block.address, None)
         self.history.free_completed(block)
         if policy.stamps_frees:
             policy.stamp(self, block)
         block = self.put_back(block, code)
-        pools = self.privates.get(block.home.pool.owner)
         if pools is not None and pools.uses == 0:
             self.release_unused(pools)
         elif pools is None and self.closed and self.may_release() and self.unite(block.segment):

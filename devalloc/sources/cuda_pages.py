@@ -175,5 +175,8 @@ class CudaPages:
         if not _gone(status):
             raise DevallocError(f"waiting for {self.device} failed: {status.name}")
 
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
+
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
         return cudart.device_view(segment, offset, nbytes, self.device)

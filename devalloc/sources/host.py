@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,3 +117,25 @@ def host_view(segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
     buffer: Any = (ctypes.c_ubyte * nbytes).from_address(segment.address + offset)
     buffer.segment = segment  # the tensor keeps the buffer, the buffer the segment
     return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes() -> int:
+    """Host memory that can be used without swapping; in a container, also within its limit.
+
+    More than that would end the process, and not raise.
+    """
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    available = kib * 1024
+    with suppress(OSError, ValueError):  # no limit ("max"), or no such file
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        statistics = (_CGROUP / "memory.stat").read_text().splitlines()
+        cached = sum(
+            int(line.split()[1]) for line in statistics if line.startswith("inactive_file")
+        )
+        available = min(available, max(limit - used + cached, 0))
+    return available

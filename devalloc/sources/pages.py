@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +19,8 @@ import torch
 from devalloc.errors import DevallocError, OutOfMemory
 from devalloc.sizes import format_size, require_power_of_two
 from devalloc.sources.base import Segment
-from devalloc.sources.host import host_view
+from devalloc.sources.host import available_bytes, host_view
+from devalloc.sources.libc import drop, libc, reason
 
 
 class Pages(Protocol):
@@ -66,6 +65,10 @@ class Pages(Protocol):
         """Wait for the work of one stream, or without one of the whole device."""
         ...
 
+    def free_bytes(self) -> int:
+        """Memory that the device has left."""
+        ...
+
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
         """A uint8 tensor that keeps ``segment`` alive."""
         ...
@@ -73,26 +76,7 @@ class Pages(Protocol):
 
 _PROT_NONE = 0
 _PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-_MADV_DONTNEED = 4
-"""Linux's numbers; Python names them only in some versions."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
-
-
-@cache
-def _libc() -> Any:
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = (
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
-    )  # fmt: skip
-    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    for name in ("mprotect", "madvise"):
-        getattr(library, name).argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return library
-
-
-def _reason() -> str:
-    return os.strerror(ctypes.get_errno())
 
 
 class _HostHandle:
@@ -138,60 +122,56 @@ class HostPages:
         # (Private: after a fork, parent and child must not write to each other's memory.)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         wanted = nbytes + self.granularity
-        raw = _libc().mmap(None, wanted, _PROT_NONE, flags, -1, 0)
+        raw = libc().mmap(None, wanted, _PROT_NONE, flags, -1, 0)
         if raw in (None, _MAP_FAILED):
             raise OutOfMemory(
-                f"host memory: cannot reserve {format_size(nbytes)} of addresses ({_reason()}); "
+                f"host memory: cannot reserve {format_size(nbytes)} of addresses ({reason()}); "
                 "ask for less"
             )
         address: int = (raw + self.granularity - 1) & -self.granularity
         # What lies outside goes back; if that fails, addresses are lost and no memory.
         if address > raw:
-            _libc().munmap(raw, address - raw)
+            libc().munmap(raw, address - raw)
         if end := raw + wanted - address - nbytes:
-            _libc().munmap(address + nbytes, end)
+            libc().munmap(address + nbytes, end)
         return address
 
     def unreserve(self, address: int, nbytes: int) -> None:
         # Before: afterwards the addresses may belong to another reservation.
         self._forget(address, nbytes)
-        if _libc().munmap(address, nbytes):
-            raise DevallocError(f"munmap of {format_size(nbytes)} failed: {_reason()}")
+        if libc().munmap(address, nbytes):
+            raise DevallocError(f"munmap of {format_size(nbytes)} failed: {reason()}")
 
     def create(self, nbytes: int) -> _HostHandle:
         return _HostHandle(nbytes)
 
     def release(self, handle: _HostHandle, nbytes: int) -> None:
         if handle.place is not None:
-            self._drop(handle.place, nbytes)
+            drop(handle.place, nbytes)
             del self._resting[handle.place]
             handle.place = None
 
     def map(self, address: int, handle: _HostHandle, nbytes: int) -> None:
         if handle.place != address:
             self.release(handle, nbytes)
-            self._drop(address, nbytes)
+            drop(address, nbytes)
         self._forget(address, nbytes)
         handle.place = address
         self._mapped[address] = handle
 
     def allow(self, address: int, nbytes: int) -> None:
-        if _libc().mprotect(address, nbytes, _PROT_READ_WRITE):
+        if libc().mprotect(address, nbytes, _PROT_READ_WRITE):
             raise OutOfMemory(
-                f"host memory: cannot map {format_size(nbytes)} ({_reason()}); ask for less"
+                f"host memory: cannot map {format_size(nbytes)} ({reason()}); ask for less"
             )
 
     def unmap(self, address: int, nbytes: int) -> None:
-        if _libc().mprotect(address, nbytes, _PROT_NONE):
-            raise DevallocError(f"mprotect of {format_size(nbytes)} failed: {_reason()}")
+        if libc().mprotect(address, nbytes, _PROT_NONE):
+            raise DevallocError(f"mprotect of {format_size(nbytes)} failed: {reason()}")
         end = address + nbytes
         while address < end:
             handle = self._resting[address] = self._mapped.pop(address)
             address += handle.nbytes
-
-    def _drop(self, address: int, nbytes: int) -> None:
-        if _libc().madvise(address, nbytes, _MADV_DONTNEED):
-            raise DevallocError(f"madvise of {format_size(nbytes)} failed: {_reason()}")
 
     def _forget(self, address: int, nbytes: int) -> None:
         """What rests in a range has no contents any more."""
@@ -202,6 +182,9 @@ class HostPages:
 
     def wait(self, stream: int | None) -> None:
         pass
+
+    def free_bytes(self) -> int:
+        return available_bytes()
 
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
         return host_view(segment, offset, nbytes)

@@ -315,6 +315,10 @@ class VirtualSource:
         """Give idle handles back to the device, down to ``keep`` bytes; returns the bytes."""
         return self._pool.trim(keep)
 
+    def free_bytes(self) -> int:
+        """Memory that could be mapped: what the device has left, and idle handles."""
+        return self._pages.free_bytes() + self._pool.idle
+
     def stats(self) -> VirtualStats:
         """Address space, mapped and idle memory. Changes nothing."""
         reservations = (*self._reservations.values(), *self._ended)

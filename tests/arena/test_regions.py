@@ -258,17 +258,6 @@ def test_during_a_capture(arena: Arena) -> None:
         assert arena.tags()[0].state == "asleep"
 
 
-def test_a_heap_in_a_region(device: str) -> None:
-    if device != "cpu":
-        pytest.skip("the arena here is on the CPU")
-    with Arena("cpu", source="virtual") as arena:
-        with arena.region("a"):
-            heap = arena.heap("1MiB")
-        with heap, pytest.raises(InvalidArgument, match="a heap lives in the region 'a'"):
-            arena.pause()
-        assert arena.tags()[0].state == "awake"
-
-
 def test_a_touch_while_asleep_is_caught() -> None:
     code = """
 import torch
@@ -328,26 +317,6 @@ def test_all_or_nothing(source: VirtualSource, pages: Failing, step: str) -> Non
         if not failed and pages.calls < at:
             break
     assert failures >= 4
-
-
-def test_no_host_memory_for_the_backup(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    from devalloc import regions
-
-    class Empty:
-        granularity = 4096
-
-        def allocate(self, nbytes: int) -> int:
-            raise OutOfMemory("host memory: none; ask for less")
-
-    with arena.region("a", backup="cpu"):
-        tensor = arena.full((1000,), 3.0)
-    monkeypatch.setattr(regions, "HostSource", Empty)
-    with pytest.raises(OutOfMemory, match="host memory: none"):
-        arena.pause()
-    assert arena.tags()[0].state == "awake"
-    assert float(tensor.sum()) == 3000
-    with arena.region("a", backup="cpu"):
-        arena.empty(10)  # allowed again
 
 
 def test_random_rounds_with_failures(source: VirtualSource, pages: Failing) -> None:

@@ -718,6 +718,7 @@ def test_on_the_cpu_every_call_may_fail(
     address = source.allocate(5000)
     ctypes.memset(address, 5, 5000)
 
+    from devalloc.sources import libc as libc_calls
     from devalloc.sources import pages
 
     class Failing:
@@ -732,8 +733,9 @@ def test_on_the_cpu_every_call_may_fail(
 
             return fail
 
-    libc = pages._libc()
-    monkeypatch.setattr(pages, "_libc", Failing)
+    libc = pages.libc()
+    for module in (pages, libc_calls):
+        monkeypatch.setattr(module, "libc", Failing)
     if call in ("mmap", "mprotect"):
         with pytest.raises(OutOfMemory, match=r"Cannot allocate memory.*ask for less"):
             source.allocate(5000)
@@ -746,7 +748,8 @@ def test_on_the_cpu_every_call_may_fail(
     if call != "munmap":
         assert ctypes.string_at(address, 5000) == b"\x05" * 5000
     assert bool(unraisable) == (call == "mprotect"), "a map that could not be undone"
-    monkeypatch.setattr(pages, "_libc", lambda: libc)
+    for module in (pages, libc_calls):
+        monkeypatch.setattr(module, "libc", lambda: libc)
     source.free(address, 5000)
     assert source.stats().mapped == source.stats().address_space == 0
 
