@@ -128,7 +128,8 @@ class Arena(RegionMethods, Owner):
         self._reuse = self._cache.reuse
         self._closed = False
         self._installed = False
-        self._pytorch: Pool | None = None
+        # By the region they belong to; None for those outside of all.
+        self._pytorch: dict[str | None, Pool] = {}
         self._regions = Regions(self._cache)
         weakref.finalize(self, self._regions.abandon).atexit = False
         # For an arena that is dropped without close(). Live tensors keep the cache alive.
@@ -215,8 +216,7 @@ class Arena(RegionMethods, Owner):
             raise InvalidArgument("the arena is PyTorch's allocator until the process ends")
         self._closed = True
         try:
-            if self._pytorch is not None:
-                self._pytorch.empty()
+            self._empty_pytorch()
         finally:
             self._regions.abandon()
             self._cache.close()
@@ -387,7 +387,7 @@ class Arena(RegionMethods, Owner):
             try:
                 return cache.malloc(nbytes, owner, claim=claim)
             except OutOfMemory:
-                if self._pytorch is None or not self._pytorch.empty():
+                if not self._empty_pytorch():
                     raise
                 return cache.malloc(nbytes, owner, claim=claim)
         except OutOfMemory as error:
@@ -543,6 +543,10 @@ class Arena(RegionMethods, Owner):
         Other threads, those of data loaders for instance, still allocate from PyTorch.
 
         One thread at a time may be inside, for one arena; it may enter again for the same arena.
+        Inside a `region`, PyTorch's memory belongs to that one and sleeps with it; one `use` inside
+        another of the same arena switches. (A region that is entered inside `use` changes nothing
+        for PyTorch before the next `use`.) The region cannot be paused while a thread is inside.
+
         While it is inside, other threads must not ask PyTorch for memory statistics or snapshots:
         these wait for a lock of PyTorch and keep the GIL, which the callbacks need. Capture graphs
         outside of `use`, with `capture`.
@@ -551,8 +555,8 @@ class Arena(RegionMethods, Owner):
         ------
         InvalidArgument
             For a closed arena, if `use` is active on another thread or for another arena, after
-            `install`, or for a source other than ``"cuda"`` and ``"async"``: adaptors could wait
-            for locks.
+            `install`, in a region that sleeps, or for a source other than ``"cuda"``, ``"async"``
+            and ``"virtual"``: adaptors could wait for locks.
         DevallocError
             If this PyTorch has no memory pools, or the callbacks cannot be compiled, as for
             `install`.
@@ -561,15 +565,29 @@ class Arena(RegionMethods, Owner):
             error.
         """
         from devalloc.interop import pluggable
-        from devalloc.interop.pytorch import Pool
 
         self._require_open()
         if pluggable.installed():
             raise InvalidArgument("an arena serves all of PyTorch already; use() would do nothing")
-        if self._pytorch is None:
-            self._pytorch = Pool(self._cache)
-            weakref.finalize(self, self._pytorch.forsake).atexit = False
-        return self._pytorch.use()
+        region = self._regions.here()
+        tag = None if region is None else region.tag
+        if tag not in self._pytorch:
+            self._pytorch[tag] = self._pytorch_pool()
+        return self._pytorch[tag].use()
+
+    def _pytorch_pool(self) -> Pool:
+        """A new pool for PyTorch, in the region that this thread is in."""
+        from devalloc.interop.pytorch import Pool, live_blocks
+
+        region = self._regions.here()
+        outside = None if region is None else self._regions.add_outside(region, live_blocks)
+        pool = Pool(self._cache, outside)
+        weakref.finalize(self, pool.forsake).atexit = False
+        return pool
+
+    def _empty_pytorch(self) -> int:
+        """Take back what PyTorch has and does not use; returns its bytes."""
+        return sum(pool.empty() for pool in tuple(self._pytorch.values()))
 
     def triton_allocator(self) -> Callable[[int, int, int | None], Holder]:
         """A function for ``triton.set_allocator``: scratch memory of launches from this arena.
@@ -624,7 +642,7 @@ class Arena(RegionMethods, Owner):
         may, but not while a thread is inside `use`. The source ``"virtual"`` gives its idle handles
         back to the device, except during a capture.
         """
-        outside = 0 if self._pytorch is None else self._pytorch.empty()
+        outside = self._empty_pytorch()
         released = outside + self._cache.empty_cache()
         if isinstance(self._source, VirtualSource) and not self._streams.capturing():
             self._source.trim()

@@ -2,7 +2,8 @@
 
 The tables below list the layers from the bottom up. A module may import modules of the layers
 below its own, and nothing else of this project. An entry covers the module or package of that
-name with all it contains; inside one package the only rule is that imports form no cycle.
+name with all it contains, but modules that have an entry of their own; inside one package the only
+rule is that imports form no cycle.
 """
 
 import ast
@@ -47,7 +48,7 @@ HOST_LAYERS = [
     {"interop"},
     {"arena"},
     {"__init__"},
-    {"replay", "report"},
+    {"replay", "report", "distributed", "interop.memory_saver"},
     {"demo"},
     {"cli"},
 ]
@@ -99,8 +100,12 @@ def layer_of(module: str, from_host: bool) -> tuple[str, int] | None:
     To the host code the device code is one entry; to itself it has layers of its own.
     """
     package, layers = ("devalloc", HOST_LAYERS) if from_host else (DEVICE, KERNEL_LAYERS)
-    name = module.removeprefix(package).lstrip(".").partition(".")[0] or "__init__"
-    return next(((name, height) for height, layer in enumerate(layers) if name in layer), None)
+    path = module.removeprefix(package).lstrip(".")
+    for name in (path, path.partition(".")[0] or "__init__"):
+        for height, layer in enumerate(layers):
+            if name in layer:
+                return name, height
+    return None
 
 
 def violation(importer: str, imported: str) -> str | None:

@@ -108,7 +108,7 @@ def _check_sums(store: Store) -> None:
     asleep = sum(segment.size for segment in store.segments.values() if segment.asleep)
     _require(store.asleep == asleep, f"C3: {store.asleep} B asleep, segments {asleep} B")
     if store.limit is not None:
-        held = segments + store.external.held - asleep
+        held = segments + store.external.held - store.external.asleep - asleep
         _require(held <= store.limit, f"C3: {held} B reserved over the limit")
     for pool in store.all_pools():
         idle = {at for at, each in store.segments.items() if each.pool is pool and each.idle}

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 class External:
     """The segments that others hold from a store's source. Waits for nothing but the source."""
 
-    __slots__ = ("_held", "_moving", "_store", "_tickets", "allocations", "frees")
+    __slots__ = ("_asleep", "_held", "_moving", "_store", "_tickets", "allocations", "frees")
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._tickets = itertools.count()
         self._held: dict[int, int] = {}
+        # Those that have no memory now.
+        self._asleep: dict[int, int] = {}
         # Bytes on their way, out or back, by ticket. For a moment counted twice rather than not.
         self._moving: dict[int, int] = {}
         self.allocations = 0
@@ -44,8 +46,34 @@ class External:
 
     @property
     def reserved(self) -> int:
-        """Bytes that are out, just being asked for, or just being given back."""
-        return sum(self._held.values()) + sum(self._moving.values())
+        """Bytes that are out and awake, just being asked for, or just being given back."""
+        return sum(self._held.values()) + sum(self._moving.values()) - self.asleep
+
+    @property
+    def asleep(self) -> int:
+        """Bytes that are out and have no memory now."""
+        return sum(self._asleep.values())
+
+    def size_of(self, address: int) -> int:
+        """Bytes of the segment at an address."""
+        return self._held[address]
+
+    def sleep(self, addresses: tuple[int, ...]) -> None:
+        """Count segments no more: they have no memory."""
+        self._asleep.update((at, self._held[at]) for at in addresses if at in self._held)
+
+    def wake(self, addresses: tuple[int, ...]) -> None:
+        """Count segments again; OutOfMemory if the limit forbids it, and nothing has changed."""
+        store = self._store
+        nbytes = sum(self._asleep.get(at, 0) for at in addresses)
+        if store.limit is not None and store.taken + nbytes > store.limit:
+            raise OutOfMemory(
+                f"{format_size(nbytes)} cannot be resumed: {format_size(store.taken)} of a limit "
+                f"of {format_size(store.limit)} are taken; free memory and call empty_cache(), or "
+                "raise the limit"
+            )
+        for at in addresses:
+            self._asleep.pop(at, None)
 
     def allocate(self, nbytes: int) -> int:
         """The address of a segment straight from the source; it counts with what the source takes.
@@ -90,10 +118,13 @@ class External:
             nbytes = self._held.pop(address, None)
             if nbytes is None:
                 raise InvalidFree(f"free of {address:#x}: no segment is out there; free it once")
+            slept = self._asleep.pop(address, None)
             try:
                 self._store.source.free(address, nbytes)
             except BaseException:
                 self._held[address] = nbytes
+                if slept is not None:
+                    self._asleep[address] = slept
                 raise
         finally:
             del self._moving[ticket]

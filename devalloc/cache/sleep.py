@@ -26,7 +26,8 @@ class LiveBlock(NamedTuple):
 class Content(NamedTuple):
     """A segment, its live blocks in the order of addresses, and the streams that may use it."""
 
-    segment: Segment
+    address: int
+    nbytes: int
     blocks: list[LiveBlock]
     streams: set[int]
 
@@ -67,7 +68,7 @@ def _content(store: Store, pools: PoolSet, segment: Segment) -> Content:
         streams |= store.pending.uses.get(block.address, set())
         if block.state == LIVE:  # or it is freed, and needed only until its streams are done
             blocks.append(LiveBlock(block.address, block.size, pools.rules.get(block.address, "")))
-    return Content(segment, blocks, streams)
+    return Content(segment.address, segment.size, blocks, streams)
 
 
 def mark(store: Store, pools: PoolSet, asleep: bool, refusal: str) -> None:

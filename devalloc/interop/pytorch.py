@@ -19,20 +19,33 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from devalloc.errors import DevallocError, InvalidArgument, OutOfMemory
 from devalloc.interop import bridge
-from devalloc.sources import AsyncSource, CudaSource, cudart
+from devalloc.sources import AsyncSource, CudaSource, VirtualSource, cudart
 
 if TYPE_CHECKING:
     from devalloc.cache import Cache
-    from devalloc.cache.external import External
+    from devalloc.regions.outside import Outside
 
 # Long enough for a callback of another thread to end; nobody waits for another use() to end.
 _CLAIM_WAIT_S = 0.1
+
+
+class Giver(Protocol):
+    """Where segments come from: `devalloc.cache.external.External`, or `Outside` for a region."""
+
+    @property
+    def held(self) -> int:
+        """Bytes that are out."""
+        ...
+
+    def allocate(self, nbytes: int) -> int: ...
+
+    def free(self, address: int) -> None: ...
 
 
 class _Process:
@@ -41,9 +54,10 @@ class _Process:
     def __init__(self) -> None:
         self.claim = threading.Lock()
         self.owner: int | None = None
-        self.active: External | None = None
+        self.active: Giver | None = None
+        self.current: Pool | None = None
         self.failure: BaseException | None = None
-        self.givers: dict[int, External] = {}
+        self.givers: dict[int, Giver] = {}
         self.forsaken: list[Any] = []
 
 
@@ -53,11 +67,11 @@ _PROCESS = _Process()
 def _allocate(nbytes: int, device: int, stream: int) -> int:
     """For PyTorch: a segment from the active arena, or 0. Never raises."""
     try:
-        external = _PROCESS.active
-        if external is None:
+        giver = _PROCESS.active
+        if giver is None:
             return 0
-        address = external.allocate(nbytes)
-        _PROCESS.givers[address] = external
+        address = giver.allocate(nbytes)
+        _PROCESS.givers[address] = giver
         return address
     except BaseException as error:
         # Ctrl-C too: an exception cannot pass through C++. `Pool.use` shows it as the cause.
@@ -120,9 +134,10 @@ def claimed(wait_s: float = 0.0) -> Iterator[bool]:
 
 
 @contextmanager
-def active(external: External) -> Iterator[None]:
-    """Within it, PyTorch gets its segments from ``external``. The caller has the claim."""
-    _PROCESS.active, _PROCESS.failure = external, None
+def active(giver: Giver) -> Iterator[None]:
+    """Within it, PyTorch gets its segments from ``giver``. The caller has the claim."""
+    before = _PROCESS.active
+    _PROCESS.active, _PROCESS.failure = giver, None
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -130,7 +145,7 @@ def active(external: External) -> Iterator[None]:
             raise error from _PROCESS.failure
         raise
     finally:
-        failure, _PROCESS.active, _PROCESS.failure = _PROCESS.failure, None, None
+        failure, _PROCESS.active, _PROCESS.failure = _PROCESS.failure, before, None
         if isinstance(failure, KeyboardInterrupt):
             raise failure
 
@@ -138,46 +153,99 @@ def active(external: External) -> Iterator[None]:
 class Pool:
     """PyTorch's pool of segments from one arena.
 
-    It is kept from one `use` to the next, with its idle memory, until `drop`.
+    It is kept from one `use` to the next, with its idle memory, until `drop`. Segments come from
+    ``outside`` if there is one, that of a region, and else from the cache's `external`.
     """
 
-    def __init__(self, cache: Cache) -> None:
-        if not isinstance(cache.source, (CudaSource, AsyncSource)):
+    def __init__(self, cache: Cache, outside: Outside | None = None) -> None:
+        # (The locks of the virtual source are for one reservation each, or held for the length of
+        # one call of the driver.)
+        known = isinstance(cache.source, (CudaSource, AsyncSource, VirtualSource))
+        if not known or cache.source.device.type != "cuda":
             raise InvalidArgument(
                 f"PyTorch's allocations cannot come from {cache.source!r}: they need device memory "
-                'from a source without locks; use source="cuda" or "async", without adaptors'
+                'from a source without locks; use source="cuda", "async" or "virtual", without '
+                "adaptors"
             )
         self._cache = cache
+        self._outside = outside
+        self._giver: Giver = cache.external if outside is None else outside
         self._pool: Any = None
-        self._inside = False
 
     @contextmanager
     def use(self) -> Iterator[None]:
         """See `devalloc.Arena.use`."""
-        if self._inside and _PROCESS.owner == threading.get_ident():
+        outer = _PROCESS.current if _PROCESS.owner == threading.get_ident() else None
+        if outer is self:
             yield
-            return
+        elif outer is not None and outer._cache is self._cache:
+            with outer.suspended(), self._entered():
+                yield
+        else:
+            with claimed(_CLAIM_WAIT_S) as alone:
+                if not alone:
+                    raise InvalidArgument(
+                        "use() is active already, on another thread or for another arena, and "
+                        "PyTorch cannot do two at a time; leave that one first"
+                    )
+                with self._entered():
+                    yield
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Send this thread's allocations to the pool. The caller has the claim."""
+        device = self._cache.source.device
+        self._make()
+        if self._outside is not None:
+            self._outside.enter()
+        before, _PROCESS.current = _PROCESS.current, self
+        try:
+            with (
+                active(self._giver),
+                torch.autograd.set_multithreading_enabled(False),
+                torch.cuda.use_mem_pool(self._pool, device=device),
+            ):
+                yield
+        finally:
+            _PROCESS.current = before
+            if self._outside is not None:
+                self._outside.leave()
+
+    @contextmanager
+    def captured(self) -> Iterator[Any]:
+        """Within it a graph can be captured whose memory comes from the pool; gives its number."""
         with claimed(_CLAIM_WAIT_S) as alone:
             if not alone:
-                raise InvalidArgument(
-                    "use() is active already, on another thread or for another arena, and PyTorch "
-                    "cannot do two at a time; leave that one first"
-                )
-            device = self._cache.source.device
-            cudart.runtime()  # imported here, because a callback must not wait for an import
-            if self._pool is None:
-                with torch.cuda.device(device):
-                    self._pool = torch.cuda.MemPool(_torch_allocator())
-            self._inside = True
+                raise InvalidArgument("use() is active; leave it, and capture the graph outside")
+            self._make()
+            if self._outside is not None:
+                self._outside.enter()
             try:
-                with (
-                    active(self._cache.external),
-                    torch.autograd.set_multithreading_enabled(False),
-                    torch.cuda.use_mem_pool(self._pool, device=device),
-                ):
-                    yield
+                with active(self._giver):
+                    yield self._pool.id
             finally:
-                self._inside = False
+                if self._outside is not None:
+                    self._outside.leave()
+
+    def _make(self) -> None:
+        cudart.runtime()  # imported here, because a callback must not wait for an import
+        if self._pool is None:
+            with torch.cuda.device(self._cache.source.device):
+                self._pool = torch.cuda.MemPool(_torch_allocator())
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within it this thread, which is inside `use`, allocates from PyTorch as if it were not.
+
+        What `torch.cuda.use_mem_pool` does at its end, and at its beginning again.
+        """
+        index, number = self._cache.source.device.index, self._pool.id
+        torch._C._cuda_endAllocateToPool(index, number)
+        torch._C._cuda_releasePool(index, number)
+        try:
+            yield
+        finally:
+            torch._C._cuda_beginAllocateCurrentThreadToPool(index, number)
 
     def drop(self) -> None:
         """Give idle segments back to the source; do nothing while a thread is inside `use`.
@@ -190,6 +258,8 @@ class Pool:
 
     def forsake(self) -> None:
         """`drop`, now or when the thread inside `use` leaves it. Called when the arena is gone."""
+        if self._outside is not None:
+            self._outside.forsaken = True
         if self._pool is not None:
             _PROCESS.forsaken.append(self._pool)
             self._pool = None
@@ -202,9 +272,46 @@ class Pool:
         PyTorch's own idle segments may go too. Does nothing while a thread is inside `use` or the
         current stream is being captured.
         """
-        before = self._cache.external.held
+        before = self._giver.held
         if before and _PROCESS.owner is None and not self._cache.streams.capturing():
             self.drop()
-            if self._cache.external.held:
+            if self._giver.held:
                 torch.cuda.empty_cache()
-        return before - self._cache.external.held
+        return before - self._giver.held
+
+
+@contextmanager
+def outside_of_use() -> Iterator[None]:
+    """Within it this thread allocates from PyTorch itself, also if it is inside `Pool.use`."""
+    pool = _PROCESS.current if _PROCESS.owner == threading.get_ident() else None
+    if pool is None:
+        yield
+        return
+    with pool.suspended():
+        yield
+
+
+def live_blocks(segments: dict[int, int]) -> dict[int, list[tuple[int, int]]]:
+    """The blocks (address, bytes) of PyTorch's segments that are in use, by segment.
+
+    A segment that PyTorch does not list counts as one block. Raises InvalidArgument while a thread
+    is inside `use`.
+    """
+    with claimed(_CLAIM_WAIT_S) as alone:
+        if not alone:
+            raise InvalidArgument(
+                "a region with PyTorch's memory cannot be paused while a thread is inside use(); "
+                "leave it first"
+            )
+        # What cuBLAS took inside a region must not sleep: it would be used outside.
+        torch._C._cuda_clearCublasWorkspaces()
+        listed = torch.cuda.memory_snapshot()
+    found = {address: [(address, nbytes)] for address, nbytes in segments.items()}
+    for segment in listed:
+        if segment["address"] in found:
+            found[segment["address"]] = [
+                (block["address"], block["size"])
+                for block in segment["blocks"]
+                if block["state"] != "inactive"
+            ]
+    return found

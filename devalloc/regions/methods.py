@@ -12,7 +12,7 @@ import torch
 
 from devalloc.errors import InvalidArgument
 from devalloc.regions.disk import existing_directory, is_in_ram
-from devalloc.regions.regions import RULES, RegionInfo, Regions
+from devalloc.regions.regions import RULES, RegionInfo, Regions, Tags
 from devalloc.sizes import quote, size_option
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ class RegionMethods:
         """Within it this thread's allocations belong to a region, which `pause` takes away.
 
         Regions nest, and the inner one wins. Threads do not see each other's. A tag may be entered
-        again, with the same options. A `graph_pool` that is made here sleeps with the region.
+        again, with the same options. A `graph_pool` that is made here sleeps with the region, and
+        so does what PyTorch allocates in a `use` that is entered here.
 
         Parameters
         ----------
@@ -76,32 +77,34 @@ class RegionMethods:
 
     # Sleeping -------------------------------------------------------------------------------------
 
-    def pause(self, tag: str | None = None, streams: Sequence[int] | None = None) -> None:
+    def pause(self, tag: Tags = None, streams: Sequence[int] | None = None) -> None:
         """Give the memory of a region back to the device, and keep its addresses.
 
         Everything that lives there stays where it is and must not be used until `resume`. It may be
-        freed. Without a tag, all regions that are awake are paused, all or none. Pausing what
-        sleeps changes nothing. If it raises, nothing has changed.
+        freed. ``tag`` is one, or a list of several; without one, all regions that are awake are
+        paused. All or none. Pausing what sleeps changes nothing. If it raises, nothing has changed.
 
         Waits for the streams that own blocks of the region, for recorded ones, and for ``streams``
-        (handles). Work on other streams must not use the region any more. If a heap lives in the
-        region and no ``streams`` are given, it waits for the device.
+        (handles). Work on other streams must not use the region any more. If a heap or memory of
+        PyTorch lives in the region and no ``streams`` are given, it waits for the device.
 
         Raises
         ------
         InvalidArgument
-            For an unknown tag, or during a capture.
+            For an unknown tag, during a capture, or while a thread is inside a `use` that takes
+            from the region.
         OutOfMemory
             If there is no host memory, or no room on the disk, for the backup.
         """
         self._require_open()
         self._regions.pause(tag, streams)
 
-    def resume(self, tag: str | None = None) -> None:
+    def resume(self, tag: Tags = None) -> None:
         """Put memory behind the addresses of a region again, with the contents of its backup.
 
-        Without a tag, all regions that sleep are resumed, all or none. Resuming what is awake
-        changes nothing. Later work of every stream sees the contents.
+        ``tag`` is one, or a list of several; without one, all regions that sleep are resumed. It is
+        all or none. Resuming what is awake changes nothing. Later work of every stream sees the
+        contents.
 
         Raises
         ------
@@ -163,9 +166,10 @@ class RegionMethods:
             return
         if refusal := self._cache.refusal_at(address):
             raise InvalidArgument(f"cannot change what is kept: {refusal}")
-        if self._regions.region_at(address) is None:
+        if self._cache.pools_at(address) is None or self._regions.region_at(address) is None:
             raise InvalidArgument(
-                f"no region has live memory at {address:#x}; keep is for what region() allocated"
+                f"no region of this arena allocated {address:#x} itself; keep is for what its "
+                "empty, alloc and so on gave inside region()"
             )
         self._cache.set_rule(address, rule, claim)
 
@@ -181,7 +185,8 @@ class RegionMethods:
             If the memory is not a live allocation of this arena.
         """
         address, claim = self._place_of(what, "backup_of")
-        if address and not self._cache.owns(address, claim):
+        known = self._regions.region_at(address) is not None or self._cache.owns(address, claim)
+        if address and not known:
             raise InvalidArgument(f"no allocation of this arena lives at {address:#x}")
         found = self._regions.backup_at(address)
         if found is None or not isinstance(what, torch.Tensor):
@@ -191,7 +196,7 @@ class RegionMethods:
         result: torch.Tensor = like.conj() if what.is_conj() else like
         return torch._neg_view(result) if what.is_neg() else result
 
-    def prepare(self, tag: str | None = None) -> None:
+    def prepare(self, tag: Tags = None) -> None:
         """Allocate and lock the host memory that a pause would need now.
 
         The first pause then costs only the copy. Without a tag, for all regions that are awake.
@@ -201,7 +206,7 @@ class RegionMethods:
         self._require_open()
         self._regions.prepare(tag)
 
-    def release_backups(self, tag: str | None = None) -> None:
+    def release_backups(self, tag: Tags = None) -> None:
         """Give back the host memory that regions which are awake keep for their next pause."""
         self._regions.release_backups(tag)
 

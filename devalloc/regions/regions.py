@@ -24,6 +24,7 @@ from devalloc.errors import DevallocError, InvalidArgument, OutOfMemory
 from devalloc.regions.backups import Backup, BackupSettings
 from devalloc.regions.copies import Copies, copies_on
 from devalloc.regions.layout import lay_out
+from devalloc.regions.outside import Live, Outside
 from devalloc.sizes import format_size, quote
 from devalloc.sources import VirtualSource
 
@@ -54,6 +55,7 @@ class _Region:
         self.options = backup, on_resume
         self.pool = pool
         self.graphs: list[PoolSet] = []
+        self.outside: list[Outside] = []
         self.state = AWAKE
         self.backup = kept
 
@@ -74,6 +76,17 @@ class _Region:
         if backup is not None:
             return "backup"
         return "zero" if on_resume == "zero" else "discard"
+
+
+Tags = str | Sequence[str] | None
+"""One region, several, or all of them."""
+
+Agree = Callable[[], object]
+"""Called when all that can fail has succeeded, before what cannot be undone; may raise."""
+
+
+def _agreed() -> None:
+    pass
 
 
 Contents = list[tuple[_Region, "list[Content]"]]
@@ -150,24 +163,38 @@ class Regions:
     def graph_pool(self) -> PrivatePool:
         """A pool for graphs; it sleeps with the region that this thread is in, if any."""
         pool = self._cache.private_pool()
-        here = self._cache.pools_here()
-        for region in self._all():
-            if here is region.pool.pools:
-                # (Pools whose graphs and memory are gone take no part any more.)
-                region.graphs = [at for at in region.graphs if at.uses or at.segments]
-                region.graphs.append(pool.pools)
-                pool.pools.refusal = region.refusal
+        region = self.here()
+        if region is not None:
+            # (Pools whose graphs and memory are gone take no part any more.)
+            region.graphs = [at for at in region.graphs if at.uses or at.segments]
+            region.graphs.append(pool.pools)
+            pool.pools.refusal = region.refusal
         return pool
+
+    def here(self) -> _Region | None:
+        """The region that this thread is in."""
+        here = self._cache.pools_here()
+        return next((each for each in self._all() if each.pool.pools is here), None)
+
+    def add_outside(self, region: _Region, live: Live) -> Outside:
+        """Let PyTorch take segments for a region."""
+        # (Those that PyTorch has forsaken and given back take no part any more.)
+        region.outside = [at for at in region.outside if at.segments or not at.forsaken]
+        outside = Outside(self._cache.external, live)
+        region.outside.append(outside)
+        outside.refusal = region.refusal
+        return outside
 
     def _all(self) -> list[_Region]:
         return list(self._by_tag.values())
 
     def tags(self) -> list[RegionInfo]:
         """See `devalloc.Arena.tags`."""
-        return [
-            RegionInfo(each.tag, sum(map(self._cache.bytes_of, each.pools)), each.state)
-            for each in self._all()
-        ]
+        return [RegionInfo(each.tag, self._bytes_of(each), each.state) for each in self._all()]
+
+    def _bytes_of(self, region: _Region) -> int:
+        outside = sum(each.held for each in region.outside)
+        return outside + sum(map(self._cache.bytes_of, region.pools))
 
     def stats(self) -> dict[str, int]:
         """The bytes of backups, kept memory included."""
@@ -183,11 +210,17 @@ class Regions:
         for region in self._all():
             self._cache.abandon(region.pool.pools)
 
-    def _chosen(self, tag: str | None, state: str) -> list[_Region]:
-        if tag is not None and not (isinstance(tag, str) and tag in self._by_tag):
-            known = ", ".join(map(repr, self._by_tag)) or "none"
-            raise InvalidArgument(f"this arena has no region {quote(tag)}; there are: {known}")
-        return [each for each in self._all() if each.state == state and tag in (None, each.tag)]
+    def _chosen(self, tag: Tags, state: str) -> list[_Region]:
+        tags = tag if isinstance(tag, (list, tuple)) and tag else (tag,)
+        for each in tags:
+            if each is not None and not (isinstance(each, str) and each in self._by_tag):
+                known = ", ".join(map(repr, self._by_tag)) or "none"
+                raise InvalidArgument(f"this arena has no region {quote(each)}; there are: {known}")
+        return [
+            each
+            for each in self._all()
+            if each.state == state and (None in tags or each.tag in tags)
+        ]
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -205,8 +238,8 @@ class Regions:
 
     # Pausing --------------------------------------------------------------------------------------
 
-    def pause(self, tag: str | None, streams: Sequence[int] | None) -> None:
-        """See `devalloc.Arena.pause`."""
+    def pause(self, tag: Tags, streams: Sequence[int] | None, agree: Agree = _agreed) -> None:
+        """See `devalloc.Arena.pause`. If ``agree`` raises, nothing has changed."""
         with self._alone():
             regions = self._chosen(tag, AWAKE)
             if regions and self._cache.capturing:
@@ -217,13 +250,15 @@ class Regions:
                     told.append(region.tag)
                     for callback in tuple(self.on_pause):
                         callback(region.tag)
-                self._put_to_sleep(regions, streams)
+                self._put_to_sleep(regions, streams, agree)
             except BaseException:
                 # What the callbacks have undone is done again. The first error is the caller's.
                 call_for_finalizers(self._tell_resumed, told)
                 raise
 
-    def _put_to_sleep(self, regions: list[_Region], streams: Sequence[int] | None) -> None:
+    def _put_to_sleep(
+        self, regions: list[_Region], streams: Sequence[int] | None, agree: Agree
+    ) -> None:
         source = self._source
         begun: list[_Region] = []
         detached: list[int] = []
@@ -237,8 +272,9 @@ class Regions:
                     self._save(region, parts, copies)
             for _, parts in contents:
                 for part in parts:
-                    source.detach(part.segment.address)
-                    detached.append(part.segment.address)
+                    source.detach(part.address)
+                    detached.append(part.address)
+            agree()
         except BaseException:
             call_for_all(source.attach, detached)
             for region in saved:
@@ -247,10 +283,9 @@ class Regions:
             raise
         for region in regions:
             region.state = ASLEEP
-        for region in regions:
-            for pools in region.pools:
-                self._cache.mark_asleep(pools, True, region.refusal)
-        call_for_all(source.discard, detached)
+        # Before frees are possible again, which give addresses back.
+        call_for_finalizers(source.discard, detached)
+        self._end(regions)
 
     @property
     def _source(self) -> VirtualSource:
@@ -270,6 +305,9 @@ class Regions:
                 parts += self._cache.begin_change(pools, text, keep_idle=keep_idle)
                 if what == "resumed":
                     self._cache.mark_asleep(pools, False, text)
+            for outside in region.outside:
+                begin = outside.begin_pause if what == "paused" else outside.begin_resume
+                parts += begin(text)
             contents.append((region, parts))
         return contents
 
@@ -278,12 +316,16 @@ class Regions:
         for region in regions:
             for pools in region.pools:
                 self._cache.mark_asleep(pools, region.state == ASLEEP, region.refusal)
+            for outside in region.outside:
+                outside.end(region.state == ASLEEP, region.refusal)
 
     def _wait(self, streams: Sequence[int] | None, contents: Contents) -> None:
         """Wait for all work that may use the regions."""
         known = {stream for _, parts in contents for part in parts for stream in part.streams}
         blocks = {block.address for _, parts in contents for part in parts for block in part.blocks}
-        if streams is None and not blocks.isdisjoint(tuple(self.heaps)):
+        # PyTorch's memory too: it does not tell which streams use what.
+        unknown = any(each.segments for region, _ in contents for each in region.outside)
+        if streams is None and (unknown or not blocks.isdisjoint(tuple(self.heaps))):
             self._cache.streams.synchronize()
             return
         events = [self._cache.streams.record(each) for each in sorted(known | {*(streams or ())})]
@@ -308,7 +350,7 @@ class Regions:
         disk = region.options[0] == "disk"
         region.backup.save(runs, copies, disk, self._pinned_by_others(region))
 
-    def prepare(self, tag: str | None) -> None:
+    def prepare(self, tag: Tags) -> None:
         """See `devalloc.Arena.prepare`."""
         with self._alone():
             for region in self._chosen(tag, AWAKE):
@@ -319,7 +361,7 @@ class Regions:
                 if nbytes:
                     region.backup.prepare(nbytes, self._pinned_by_others(region))
 
-    def release_backups(self, tag: str | None) -> None:
+    def release_backups(self, tag: Tags) -> None:
         """See `devalloc.Arena.release_backups`."""
         with self._alone():
             for region in self._chosen(tag, AWAKE):
@@ -340,18 +382,19 @@ class Regions:
             return None if region is None else region.backup.view(address)
 
     def region_at(self, address: int) -> _Region | None:
-        """The region of the block at an address."""
+        """The region of the block at an address, also if PyTorch has it."""
         pools = self._cache.pools_at(address)
-        return next((each for each in self._all() if pools in each.pools), None)
+        for each in self._all():
+            if pools in each.pools or any(at.owner_of(address) for at in each.outside):
+                return each
+        return None
 
     # Resuming -------------------------------------------------------------------------------------
 
-    def resume(self, tag: str | None) -> None:
-        """See `devalloc.Arena.resume`."""
+    def resume(self, tag: Tags, agree: Agree = _agreed) -> None:
+        """See `devalloc.Arena.resume`. If ``agree`` raises, nothing has changed."""
         with self._alone():
             regions = self._chosen(tag, ASLEEP)
-            if not regions:
-                return
             begun: list[_Region] = []
             mapped: list[int] = []
             try:
@@ -360,9 +403,10 @@ class Regions:
                 with copies_on(self._source.device, self._cache.streams) as copies:
                     for region, parts in contents:
                         for part in parts:
-                            self._source.map(part.segment.address)
-                            mapped.append(part.segment.address)
+                            self._source.map(part.address)
+                            mapped.append(part.address)
                         self._restore(region, parts, copies)
+                agree()
             except BaseException:
                 call_for_all(lambda at: self._source.unmap(at, keep=False), mapped)
                 self._end(begun)
@@ -379,7 +423,7 @@ class Regions:
     def _require_margin(self, contents: Contents) -> None:
         if not self.margin:
             return
-        needed = sum(part.segment.size for _, parts in contents for part in parts)
+        needed = sum(part.nbytes for _, parts in contents for part in parts)
         free = self._source.free_bytes()
         if needed + self.margin > free:
             raise OutOfMemory(
