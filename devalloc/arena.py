@@ -577,8 +577,9 @@ class Arena(RegionMethods, Owner):
 
     def _pytorch_pool(self) -> Pool:
         """A new pool for PyTorch, in the region that this thread is in."""
-        from devalloc.interop.pytorch import Pool, live_blocks
+        from devalloc.interop.pytorch import Pool, live_blocks, require_fit
 
+        require_fit(self._source)
         region = self._regions.here()
         outside = None if region is None else self._regions.add_outside(region, live_blocks)
         pool = Pool(self._cache, outside)

@@ -30,6 +30,7 @@ from devalloc.sources import AsyncSource, CudaSource, VirtualSource, cudart
 if TYPE_CHECKING:
     from devalloc.cache import Cache
     from devalloc.regions.outside import Outside
+    from devalloc.sources import Source
 
 # Long enough for a callback of another thread to end; nobody waits for another use() to end.
 _CLAIM_WAIT_S = 0.1
@@ -150,6 +151,18 @@ def active(giver: Giver) -> Iterator[None]:
             raise failure
 
 
+def require_fit(source: Source) -> None:
+    """Refuse a source from which PyTorch cannot allocate."""
+    # (The locks of the virtual source are for one reservation each, or held for the length of one
+    # call of the driver.)
+    known = isinstance(source, (CudaSource, AsyncSource, VirtualSource))
+    if not known or source.device.type != "cuda":
+        raise InvalidArgument(
+            f"PyTorch's allocations cannot come from {source!r}: they need device memory from a "
+            'source without locks; use source="cuda", "async" or "virtual", without adaptors'
+        )
+
+
 class Pool:
     """PyTorch's pool of segments from one arena.
 
@@ -158,15 +171,6 @@ class Pool:
     """
 
     def __init__(self, cache: Cache, outside: Outside | None = None) -> None:
-        # (The locks of the virtual source are for one reservation each, or held for the length of
-        # one call of the driver.)
-        known = isinstance(cache.source, (CudaSource, AsyncSource, VirtualSource))
-        if not known or cache.source.device.type != "cuda":
-            raise InvalidArgument(
-                f"PyTorch's allocations cannot come from {cache.source!r}: they need device memory "
-                'from a source without locks; use source="cuda", "async" or "virtual", without '
-                "adaptors"
-            )
         self._cache = cache
         self._outside = outside
         self._giver: Giver = cache.external if outside is None else outside

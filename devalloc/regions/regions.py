@@ -114,8 +114,8 @@ class Regions:
     @contextmanager
     def enter(self, tag: str, backup: str | None, on_resume: str) -> Iterator[None]:
         """See `devalloc.Arena.region`."""
-        region = self._region(tag, backup, on_resume)
         self._refuse_in_capture()
+        region = self._region(tag, backup, on_resume)
         with self._cache.route(region.pool):
             yield
 
@@ -209,6 +209,8 @@ class Regions:
         """The arena is closed: memory goes back when nothing lives there."""
         for region in self._all():
             self._cache.abandon(region.pool.pools)
+            if region.state == AWAKE:
+                region.backup.release()
 
     def _chosen(self, tag: Tags, state: str) -> list[_Region]:
         tags = tag if isinstance(tag, (list, tuple)) and tag else (tag,)

@@ -112,6 +112,10 @@ def test_locked_memory_is_kept_and_of_exact_size(arena: Arena) -> None:
         assert counted(odd)
     arena.release_backups("a")
     assert backup_bytes(arena) == (0, 0, 0)
+    arena.prepare()
+    assert backup_bytes(arena) == (nbytes, 0, 0)
+    arena.close()
+    assert backup_bytes(arena) == (0, 0, 0)
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -325,7 +325,7 @@ def test_random_rounds_with_failures(source: VirtualSource, pages: Failing) -> N
     tags = ("a", "b", "c")
     with Arena(source=source, limit="256MiB") as arena:
         live: list[tuple[str, torch.Tensor, int]] = []
-        for turn in range(400):
+        for turn in range(1000):
             tag = draw.choice(tags)
             pages.arm(draw.randrange(1, 12) if draw.random() < 0.3 else None)
             try:

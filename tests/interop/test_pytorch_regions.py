@@ -152,6 +152,12 @@ def test_reading_the_backup_of_pytorchs_memory(arena: Arena) -> None:
     torch_.free(address, 0, 0, None)
 
 
+def test_use_in_a_region_of_the_cpu(arena: Arena) -> None:
+    with arena.region("a"), pytest.raises(InvalidArgument, match="need device memory"):
+        arena.use()
+    arena.pause()
+
+
 def test_the_blocks_that_pytorch_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     cleared: list[bool] = []
     listed = [
@@ -220,6 +226,8 @@ def test_on_the_gpu_regions_nest_in_use(gpu_arena: Arena) -> None:
 
     with arena.region("a", backup="cpu"), arena.use():
         make("a")
+        with pytest.raises(RuntimeError):  # CUDA has no IPC handles for mapped memory
+            tensors["a"].untyped_storage()._share_cuda_()
         with arena.region("b", backup="cpu"), arena.use():
             make("b")
         make("a again")

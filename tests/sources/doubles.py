@@ -128,6 +128,18 @@ class FakeRuntime:
     def cudaFreeHost(self, address: int) -> tuple[Any]:
         return (self._done("cudaFreeHost", address),)
 
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> tuple[Any]:
+        return (self._done("cudaHostRegister", address, nbytes, flags),)
+
+    def cudaHostUnregister(self, address: int) -> tuple[Any]:
+        return (self._done("cudaHostUnregister", address),)
+
+    def cudaMemcpyAsync(self, to: int, start: int, n: int, kind: Any, stream: int) -> tuple[Any]:
+        return (self._done("cudaMemcpyAsync", to, start, n, stream),)
+
+    def cudaMemsetAsync(self, address: int, value: int, n: int, stream: int) -> tuple[Any]:
+        return (self._done("cudaMemsetAsync", address, value, n, stream),)
+
     def cudaDeviceGetAttribute(self, attribute: Any, device: int) -> tuple[Any, int]:
         return self._done("cudaDeviceGetAttribute", attribute, device), self.pools_supported
 
