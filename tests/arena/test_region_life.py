@@ -288,6 +288,37 @@ def test_a_heap_sleeps_and_wakes(heap_arena: Arena, backup: str | None) -> None:
         del tensor
 
 
+def test_a_pause_waits_for_the_device_if_any_kernel_may_use_the_region(
+    heap_arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = heap_arena
+    waits: list[str] = []
+    streams = arena.cache.streams
+    record = streams.record
+    monkeypatch.setattr(streams, "synchronize", lambda: waits.append("device"))
+    monkeypatch.setattr(streams, "record", lambda at: waits.append(f"stream {at}") or record(at))
+    with arena.region("plain"):
+        block, other = arena.alloc(1000, stream=3), arena.alloc(1000)
+    arena.record_stream(other, 4)
+    with arena.region("heap"):
+        heap = arena.heap("1MiB")
+    with heap:
+        waits.clear()
+        arena.pause("plain")
+        assert waits == ["stream 0", "stream 3", "stream 4"]
+        arena.resume()
+        waits.clear()
+        arena.pause("heap")
+        assert waits == ["device"]
+        arena.resume()
+        waits.clear()
+        arena.pause("heap", streams=[7])
+        assert waits == ["stream 0", "stream 7"]
+        arena.resume()
+    arena.free(block)
+    arena.free(other)
+
+
 def test_leaving_the_with_of_a_heap_that_sleeps(heap_arena: Arena) -> None:
     arena = heap_arena
     with arena.region("a"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -179,6 +181,88 @@ def test_the_blocks_that_pytorch_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cleared == [True]
     with pytorch.claimed(), pytest.raises(InvalidArgument, match=r"inside use\(\)"):
         pytorch.live_blocks({4096: 2048})
+
+
+def test_one_use_inside_another_switches_and_switches_back(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls that PyTorch gets: at most one pool is entered, and all ends are paired."""
+    calls: list[tuple[str, str]] = []
+
+    class MemPool:
+        names = iter("abcdef")
+
+        def __init__(self, allocator: object) -> None:
+            self.id = next(self.names)
+
+    begin, end, release = (
+        lambda _, at, what=what: calls.append((what, at)) for what in ("begin", "end", "release")
+    )
+
+    @contextmanager
+    def use_mem_pool(pool: MemPool, device: torch.device) -> Iterator[None]:
+        begin(0, pool.id)
+        try:
+            yield
+        finally:
+            end(0, pool.id)
+            release(0, pool.id)
+
+    for name, call in (
+        ("_cuda_beginAllocateCurrentThreadToPool", begin),
+        ("_cuda_endAllocateToPool", end),
+        ("_cuda_releasePool", release),
+    ):
+        monkeypatch.setattr(torch._C, name, call, raising=False)
+    monkeypatch.setattr(torch.cuda, "MemPool", MemPool, raising=False)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(pytorch, "_torch_allocator", lambda: None)
+    torch_ = Torch(arena, "r")
+    plain = pytorch.Pool(arena.cache)
+    region = pytorch.Pool(arena.cache, torch_.outside)
+
+    def entered(name: str) -> list[tuple[str, str]]:
+        return [("begin", name)]
+
+    def left(name: str) -> list[tuple[str, str]]:
+        return [("end", name), ("release", name)]
+
+    with plain.use():
+        assert calls == entered("a")
+        with plain.use():
+            assert calls == entered("a")
+        with pytest.raises(ZeroDivisionError), region.use():  # noqa: PT012
+            assert calls == entered("a") + left("a") + entered("b")
+            assert pytorch._PROCESS.active is torch_.outside
+            assert torch_.outside.inside == 1
+            1 / 0  # noqa: B018
+        assert calls[4:] == left("b") + entered("a")
+        assert pytorch._PROCESS.active is arena.cache.external
+        assert torch_.outside.inside == 0
+        calls.clear()
+        with pytorch.outside_of_use():
+            assert calls == left("a")
+        assert calls == left("a") + entered("a")
+        arena.pause()
+        calls.clear()
+        with pytest.raises(InvalidArgument, match="'r' is asleep"), region.use():
+            pass
+        assert calls == left("a") + entered("a")
+    assert calls[-2:] == left("a")
+    assert (pytorch._PROCESS.active, pytorch._PROCESS.current) == (None, None)
+    calls.clear()
+    with pytorch.outside_of_use():
+        assert calls == []
+    arena.resume()
+    with region.captured() as number:
+        assert number == "b"
+        assert calls == [], "the capture routes its allocations itself"
+        assert pytorch._PROCESS.active is torch_.outside
+        with pytest.raises(InvalidArgument, match="active already"), plain.use():
+            pass
+    with pytorch.claimed(), pytest.raises(InvalidArgument, match="is active"), region.captured():
+        pass
 
 
 # On a GPU -----------------------------------------------------------------------------------------
