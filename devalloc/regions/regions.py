@@ -244,8 +244,7 @@ class Regions:
         """See `devalloc.Arena.pause`. If ``agree`` raises, nothing has changed."""
         with self._alone():
             regions = self._chosen(tag, AWAKE)
-            if regions and self._cache.capturing:
-                raise InvalidArgument("no region can be paused or resumed during a capture")
+            self._refuse_while_capturing(regions)
             told: list[str] = []
             try:
                 for region in regions:
@@ -257,6 +256,11 @@ class Regions:
                 # What the callbacks have undone is done again. The first error is the caller's.
                 call_for_finalizers(self._tell_resumed, told)
                 raise
+
+    def _refuse_while_capturing(self, regions: list[_Region]) -> None:
+        """Also captures that the arena does not know of."""
+        if regions and (self._cache.capturing or self._cache.streams.capturing()):
+            raise InvalidArgument("no region can be paused or resumed during a capture")
 
     def _put_to_sleep(
         self, regions: list[_Region], streams: Sequence[int] | None, agree: Agree
@@ -355,7 +359,9 @@ class Regions:
     def prepare(self, tag: Tags) -> None:
         """See `devalloc.Arena.prepare`."""
         with self._alone():
-            for region in self._chosen(tag, AWAKE):
+            regions = self._chosen(tag, AWAKE)
+            self._refuse_while_capturing(regions)  # CUDA locks no memory then
+            for region in regions:
                 if region.options[0] == "disk":
                     continue
                 parts = [part for pools in region.pools for part in self._cache.contents_of(pools)]
@@ -397,6 +403,7 @@ class Regions:
         """See `devalloc.Arena.resume`. If ``agree`` raises, nothing has changed."""
         with self._alone():
             regions = self._chosen(tag, ASLEEP)
+            self._refuse_while_capturing(regions)
             begun: list[_Region] = []
             mapped: list[int] = []
             try:

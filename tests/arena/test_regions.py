@@ -242,6 +242,23 @@ def test_bad_input(arena: Arena) -> None:
     assert float(tensor.sum()) == 2000, "the region was left"
 
 
+def test_during_a_capture_that_the_arena_does_not_know(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with arena.region("a", backup="cpu"):
+        tensor = arena.full((1000,), 3.0)
+    streams = arena.cache.streams
+    for call in (arena.pause, arena.prepare, arena.resume):
+        with monkeypatch.context() as patch:
+            patch.setattr(streams, "capturing", lambda: True)
+            with pytest.raises(InvalidArgument, match="during a capture"):
+                call()
+        if call == arena.prepare:
+            arena.pause()
+    arena.resume()
+    assert float(tensor.sum()) == 3000
+
+
 def test_during_a_capture(arena: Arena) -> None:
     with arena.region("a"):
         tensor = arena.full((1000,), 3.0)
