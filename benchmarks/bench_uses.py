@@ -96,9 +96,7 @@ def main(
                     str(row["dropped"]),
                 )
                 if row["check"] != "ok":
-                    told = (
-                        f"{LINE.format(use, given.name, way, *[''] * 4).rstrip()}  {row['check']}"
-                    )
+                    told = f"{use} {given.name}, {way}: {row['check']}"
                     if way.startswith("heap"):
                         failed = failed or f"{use} {given.name}: {row['check']}"
                 console.print(told)
