@@ -874,7 +874,8 @@ def test_a_heap_by_name(device: str) -> None:
 @pytest.mark.gpu
 def test_on_the_gpu_memory_comes_and_goes_at_one_address() -> None:
     source = VirtualSource(DEVICE)
-    warm = torch.zeros(64, dtype=torch.uint8, device=DEVICE)  # loads the kernels, which takes memory
+    # The kernels are loaded now, which takes memory.
+    warm = torch.zeros(64, dtype=torch.uint8, device=DEVICE)
     assert int(warm.fill_(7)[-1]) == int(warm[:1].sum(dtype=torch.int64)) == 7
     source.trim()
     torch.cuda.synchronize()
