@@ -267,6 +267,7 @@ class Benchmarks(click.Group):
         "order": "bench_order",
         "plot": "plots",
         "process": "bench_process",
+        "regions": "bench_regions",
         "sanitize": "bench_sanitize",
         "stress": "bench_stress",
         "uses": "bench_uses",
