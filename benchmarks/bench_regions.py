@@ -20,6 +20,7 @@ from rich.console import Console
 
 from benchmarks.options import require_device
 from benchmarks.results import PROVENANCE, RESULTS, RowFile
+from benchmarks.tables import table
 
 if TYPE_CHECKING:
     import torch
@@ -133,6 +134,32 @@ def replaced(device: torch.device, count: int, size: int) -> float:
         ratio = arena.max_memory_reserved() / arena.max_memory_allocated()
         tensors.clear()
     return ratio
+
+
+def markdown(rows: list[dict[str, str]]) -> str:
+    """The table of docs/regions.md: a line for an operation, a column for a number of blocks."""
+    counts = sorted({int(row["blocks"]) for row in rows if "GiB" in row["unit"]})
+    lines: dict[tuple[str, str, str], dict[int, str]] = {}
+    for row in rows:
+        cells = lines.setdefault((row["case"], row["op"], row["unit"]), {})
+        cells[int(row["blocks"])] = f"{float(row['median']):.3g}"
+    body = [[*line, *(cells.get(count, "") for count in counts)]
+            for line, cells in lines.items() if set(cells) <= set(counts)]  # fmt: skip
+    header = (
+        "case",
+        "operation",
+        "unit",
+        *(f"{count} block{'s' * (count > 1)}" for count in counts),
+    )
+    first, ratios = rows[0], [row for row in rows if row["op"] == "reserved / live"]
+    about = (
+        f"{first['gpu']}, driver {first['driver']}, torch {first['torch']}, commit "
+        f"{first['commit']}, {first['date'][:10]}. {int(rows[0]['bytes']) / GIB:.3g} GiB; medians."
+    )
+    kept = [f"{row['blocks']} tensors of {int(row['bytes']) // int(row['blocks']) >> 20} MiB, each "
+            f"replaced by one that is 5 % larger: most reserved over most live bytes "
+            f"{float(row['median']):.3g}." for row in ratios]  # fmt: skip
+    return "\n\n".join([about, table(header, 3, body), *kept])
 
 
 def values(numbers: Sequence[float]) -> dict[str, object]:

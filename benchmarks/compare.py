@@ -17,6 +17,7 @@ from rich.console import Console
 from benchmarks import (
     arena_tables,
     bench_arena,
+    bench_regions,
     bench_uses,
     checks,
     plots,
@@ -31,6 +32,7 @@ DOCUMENT = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
 HOST = ROOT / "docs" / "host.md"
 DEBUG = ROOT / "docs" / "debug.md"
+REGIONS = ROOT / "docs" / "regions.md"
 USES = ROOT / "docs" / "uses.md"
 ALL_ROWS = RESULTS / "README.md"
 DEVICE_TABLE, README_TABLE = "device", "readme"
@@ -90,6 +92,12 @@ def write_debug_document(document: Path = DEBUG) -> None:
     tables.write_block(document, "debug", tables.debug_table(rows))
 
 
+def write_regions_document(document: Path = REGIONS) -> None:
+    """The newest rows of ``bench_regions`` into ``document``."""
+    rows = read_rows(newest(bench_regions.FOLDER))
+    tables.write_block(document, "regions", bench_regions.markdown(rows))
+
+
 def write_uses_document(document: Path = USES) -> None:
     """The newest rows of ``bench_uses`` into ``document``, and the picture beside it."""
     rows = read_rows(newest(bench_uses.FOLDER))
@@ -130,6 +138,9 @@ def main(files: tuple[Path, ...], write_docs: bool, width: tuple[int, int] | Non
         with suppress(FileNotFoundError):  # there may be no rows yet
             write_uses_document()
             click.echo(f"wrote {USES}")
+        with suppress(FileNotFoundError):
+            write_regions_document()
+            click.echo(f"wrote {REGIONS}")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,11 @@ def test_the_command_writes_rows(tmp_path: Path) -> None:
     assert ratios
     assert max(ratios) <= 1.01
     assert sum(row["op"] == "prepare" for row in rows) == 2
+    # What compare --write-docs makes of them.
+    shown = bench_regions.markdown(rows)
+    assert "| case | operation | unit | 1 block | 20 blocks |" in shown
+    assert shown.count("| cpu, prepared |") == 5
+    assert "20 tensors of 1 MiB" in shown
 
 
 def test_lost_contents_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
