@@ -8,7 +8,7 @@ Every run is a process of its own (`process_worker`): PyTorch's allocator, ``Are
 ``Arena.install`` with the policies torch and frugal. The processes of a round live side by side on
 the same cores and take turns of a few steps, one process at a time: how fast a machine is changes
 from second to second, by more than allocators differ. In the first round each policy also runs
-without the front cache, which shows the policy's own peak.
+without the front, which shows what Python costs.
 
 The losses must be those of PyTorch's own runs: no farther from the nearest of them than these are
 from one another, which takes two rounds to know. Memory must be balanced at the end. Rows are
@@ -45,7 +45,7 @@ class Kind:
     name: str
     mode: str
     policy: str = "torch"
-    front: str | None = None
+    front: bool = True
     rounds: int = 1000
 
 
@@ -54,8 +54,8 @@ KINDS = (
     Kind("use", "use"),
     Kind("install-torch", "install"),
     Kind("install-frugal", "install", "frugal"),
-    Kind("install-torch-no-front", "install", front="0", rounds=1),
-    Kind("install-frugal-no-front", "install", "frugal", front="0", rounds=1),
+    Kind("install-torch-no-front", "install", front=False, rounds=1),
+    Kind("install-frugal-no-front", "install", "frugal", front=False, rounds=1),
 )
 
 

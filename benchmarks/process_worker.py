@@ -84,7 +84,7 @@ MODELS = {"gpt2": gpt2, "resnet50": resnet50, "tiny": tiny}
 
 
 @contextlib.contextmanager
-def allocator(mode: str, policy: str, front: str | None) -> Iterator[Any]:
+def allocator(mode: str, policy: str, front: bool) -> Iterator[Any]:
     """Gives the arena whose memory is used, or None for PyTorch's own allocator."""
     if mode == "torch":
         yield None

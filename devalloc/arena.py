@@ -24,7 +24,7 @@ from devalloc.cache import Cache, Policy, PrivatePool
 from devalloc.errors import DoubleFree, InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
 from devalloc.regions import RegionMethods, Regions
-from devalloc.sizes import format_size, parse_size, quote, size_option
+from devalloc.sizes import format_size, parse_size, quote
 from devalloc.sources import Segment, SimulatedSource, Source, VirtualSource
 from devalloc.tensors import Key, TensorStay, without_elements
 
@@ -144,7 +144,7 @@ class Arena(RegionMethods, Owner):
         limit: int | str | float | None = None,
         *,
         share_streams: bool = False,
-        front: int | str | None = None,
+        front: bool = True,
     ) -> Arena:
         """Make an arena that is PyTorch's CUDA allocator for the whole process, all threads.
 
@@ -152,11 +152,9 @@ class Arena(RegionMethods, Owner):
         device is the current CUDA device. For a second device call it again. It cannot be undone,
         and the arena lives as long as the process.
 
-        Blocks that PyTorch freed are kept in C and handed out again without Python, for requests of
-        about the same size on the same stream (docs/host-cache.md): ``front`` bytes of them at
-        most, or any amount. They go back to the policy before memory is taken from the source, as
-        long as large sizes are new, and whenever you look at or change the arena. 0 keeps none;
-        then every allocation calls Python.
+        While the arena's own memory serves and nobody looks at or changes the arena, allocations
+        and frees are done in C by the policy's rule (docs/host-cache.md). With ``front=False``, or
+        with a policy that must see every call, each of them calls Python.
 
         Every tensor is then a block of the arena: the policy decides, `stats`, `snapshot`, the
         limit and the history cover everything, and ``Tensor.record_stream`` and
@@ -182,7 +180,8 @@ class Arena(RegionMethods, Owner):
 
         if not torch.cuda.is_available():
             raise InvalidArgument("no CUDA device is available: there is no allocator to replace")
-        front_bytes = None if front is None else size_option("front", front, 0)
+        if not isinstance(front, bool):
+            raise InvalidArgument(f"front is True or False, not {quote(front)}")
         # Bad arguments are found first, without memory and CUDA: what follows cannot be undone.
         pluggable.require_unserved(cuda_place_of(device, source))
         trial = SimulatedSource()
@@ -190,7 +189,7 @@ class Arena(RegionMethods, Owner):
         cls(source=trial, policy=policy, limit=limit)
         pluggable.replace_allocator()
         arena = cls(device, source, policy, limit, share_streams=share_streams)
-        pluggable.serve(arena._cache, arena, front_bytes)
+        pluggable.serve(arena._cache, arena, front)
         arena._installed = True
         return arena
 

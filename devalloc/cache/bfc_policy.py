@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from devalloc.cache.blocks import Block, FreeList
-from devalloc.cache.policy import MIB, Policy, round_up
+from devalloc.cache.policy import MIB, FrontRule, Policy, round_up
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import require_fraction, size_option
 
@@ -103,6 +103,10 @@ class BfcPolicy(Policy):
 
     def round(self, nbytes: int) -> int:
         return max(MIN_CHUNK, round_up(nbytes, MIN_CHUNK))
+
+    @property
+    def front_rule(self) -> FrontRule | None:
+        return None if self.careful else FrontRule(self._padding, self._padding, halves=True)
 
     def splits(self, index: int, whole: int, size: int) -> bool:
         return whole >= 2 * size or whole - size >= self._padding

@@ -260,6 +260,15 @@ class FreeList:
         self.by_size = {size: found for size, found in self.by_size.items() if found}
         self.sizes = SortedSet(self.by_size)
 
+    def refill(self, by_size: dict[int, list[int]], blocks: int) -> None:
+        """Have exactly these free blocks, with ascending addresses, and count so many blocks."""
+        self.by_size = {
+            size: addresses if len(addresses) <= _FEW else SortedSet(addresses)
+            for size, addresses in by_size.items()
+        }
+        self.sizes = SortedSet(by_size)
+        self.blocks = blocks
+
     def gained_block(self) -> None:
         """Count a block more whose home this is."""
         self.blocks += 1

@@ -24,12 +24,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from devalloc.cache import audit, forks, history, reports, sleep
 from devalloc.cache import statistics as rows
 from devalloc.cache.blocks import FREE, LIVE, Block, PoolSet
 from devalloc.cache.external import External
+from devalloc.cache.front import Front, Loan
 from devalloc.cache.graph_pools import PrivatePool, Route
 from devalloc.cache.policies import make_policy
 from devalloc.cache.policy import Policy
@@ -37,7 +38,7 @@ from devalloc.cache.reuse import Reuse
 from devalloc.cache.store import Request, Store
 from devalloc.cache.streams import CudaStreams, HostStreams, Streams
 from devalloc.cleanup import call_for_finalizers
-from devalloc.errors import DevallocError, DoubleFree, InvalidArgument, OutOfMemory
+from devalloc.errors import DevallocError, InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
 from devalloc.sizes import format_size, parse_size, quote, require_count
 from devalloc.sources.base import granularity_of
@@ -46,11 +47,6 @@ if TYPE_CHECKING:
     from devalloc.sources import Source
 
 _MAX_PLANS = 1 << 16
-# Where blocks above this lie decides how much memory a program needs.
-_LARGE = 1 << 20
-# So many calls of the front without a new large size, or a want of memory: the program repeats
-# itself.
-_QUIET = 4096
 _WAIT_SLICE_S = 0.01
 _MAX_BYTES = 1 << 62
 
@@ -61,33 +57,6 @@ _release_lock = operator.methodcaller("_release_save")
 
 Freed = tuple[int, int, "PoolSet | None"]
 """A free that was noted: address, claim, and the pools to which its thread allocates."""
-
-
-class Front(Protocol):
-    """Keeps blocks that PyTorch freed, and hands them out again: see docs/host-cache.md.
-
-    ``into`` gets one entry for each call: the ints of rows for the statistics; the addresses that
-    were held; and for each block whose request has changed its address and the requested bytes.
-    """
-
-    def switch(self, on: bool, into: list[FrontEntry], nbytes: int = ..., least: int = ...) -> None:
-        """Give up what is held, and hold from now on, or no more. With ``nbytes`` and ``least``
-        only blocks of at least ``least`` bytes, large ones first, until they have ``nbytes``."""
-
-    def read_log(self, into: list[FrontEntry]) -> bool:
-        """Take the rows that were logged. Returns whether the front must be emptied."""
-
-    def lend(self, address: int, nbytes: int, stream: int, head: int, part: bool) -> None:
-        """Note a block that PyTorch gets now, with its size and pool as a row has them."""
-
-    def forget(self, address: int) -> bool:
-        """Do not hold the block at this address any more, if one is known there; whether it is."""
-
-    def forget_stream(self, stream: int) -> None:
-        """Do not hold any block of a stream that is lent now."""
-
-
-FrontEntry = tuple[list[int], list[int], list[int]]
 
 
 def _as_int(nbytes: object) -> int:
@@ -108,36 +77,52 @@ def _limit_of(limit: int | str | None) -> int | None:
     return nbytes
 
 
-def _entry(
-    method: Callable[Concatenate[Cache, P], T],
-) -> Callable[Concatenate[Cache, P], T]:
-    """Every entry point but `malloc` and `free`: the lock, with noted frees done before and after.
+def _guarded(
+    begin: Callable[[Cache], None],
+) -> Callable[[Callable[Concatenate[Cache, P], T]], Callable[Concatenate[Cache, P], T]]:
+    """Every call of the cache but `malloc` and `free`: with the lock, ``begin`` before, and what is
+    noted meanwhile after."""
 
-    What the front holds is freed before as well.
-    """
+    def decorate(method: Callable[Concatenate[Cache, P], T]) -> Callable[Concatenate[Cache, P], T]:
+        @wraps(method)
+        def call(cache: Cache, *arguments: P.args, **options: P.kwargs) -> T:
+            with cache._lock:
+                if cache._inside:
+                    raise DevallocError("the cache was used from a finalizer that interrupted it")
+                cache._inside = True
+                # Lowered again by `_watch`, if nothing unusual is going on.
+                cache._attention = cache.reuse.closed = True
+                try:
+                    begin(cache)
+                    return method(cache, *arguments, **options)
+                except DevallocError:
+                    raise
+                except BaseException:
+                    cache._torn = True
+                    raise
+                finally:
+                    cache._inside = False
+                    cache._settle(watch=True)
 
-    @wraps(method)
-    def call(cache: Cache, *arguments: P.args, **options: P.kwargs) -> T:
-        with cache._lock:
-            if cache._inside:
-                raise DevallocError("the cache was used from a finalizer that interrupted it")
-            cache._inside = True
-            # Lowered again by `_watch`, if nothing unusual is going on.
-            cache._attention = cache.reuse.closed = True
-            try:
-                cache._begin()
-                cache._flush_front()
-                return method(cache, *arguments, **options)
-            except DevallocError:
-                raise
-            except BaseException:
-                cache._torn = True
-                raise
-            finally:
-                cache._inside = False
-                cache._settle(watch=True)
+        return call
 
-    return call
+    return decorate
+
+
+def _bring_up_to_date(cache: Cache) -> None:
+    cache._begin()
+
+
+def _leave_to_front(cache: Cache) -> None:
+    if cache._torn:
+        cache._begin()
+    cache._free_noted()
+
+
+_entry = _guarded(_bring_up_to_date)
+"""Entry points: the default pools are the cache's, and what was noted is freed."""
+_beside_front = _guarded(_leave_to_front)
+"""What leaves the default pools to the front, if it has them and nothing was noted."""
 
 
 class Cache(Owner):
@@ -213,11 +198,7 @@ class Cache(Owner):
         self._next_pool = 1
         self._plans: dict[int, tuple[int, int]] = {}
         self._attention = False
-        self._front: Front | None = None
-        self._front_on = False
-        self._drained: list[FrontEntry] = []
-        self._front_calls = 0
-        self._changed_at = 0
+        self._loan: Loan | None = None
         self.reuse = Reuse(self._store, self._settle)
         self._watch()
         forks.watch(self)
@@ -415,12 +396,10 @@ class Cache(Owner):
         if pools.refusal:
             raise InvalidArgument(pools.refusal)
         home = pools.pools[index].list_of(stream)
-        if rounded > _LARGE and self._front_calls - self._changed_at < _QUIET:
-            self._flush_front()  # so that the block is placed as if there were no front
         block = store.find(home, rounded, size, freed_before)
         if block is None:
             request = Request(size, rounded, index, stream, pools, freed_before)
-            block = self._find_held(request) or self._find_elsewhere(request) or self._miss(request)
+            block = self._find_elsewhere(request) or self._miss(request)
         store.history.allocated(block)
         return block
 
@@ -435,8 +414,6 @@ class Cache(Owner):
             )
         size = self.policy.round(nbytes)
         plan = size, self.policy.pool_of(size)
-        if size > _LARGE:
-            self._changed_at = self._front_calls
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
         self._plans[nbytes] = plan
@@ -447,7 +424,6 @@ class Cache(Owner):
         for other threads' frees, and then raise the error."""
         store = self._store
         waiting = bool(store.pending)
-        self._changed_at = self._front_calls
         try:
             block = (
                 self._ask_holders(request)
@@ -487,7 +463,7 @@ class Cache(Owner):
         changed = bool(waiting or store.pending or self._returned or self.reuse.stacks)
         store.wait_for_events()
         self._free_noted()
-        if not (self._flush_front() or changed):
+        if not changed:
             return None
         return self._find(request) or self.policy.miss(store, request)
 
@@ -499,7 +475,6 @@ class Cache(Owner):
             wait_s = min(left, _WAIT_SLICE_S)
             self._without_lock(request, lambda: self._wake.acquire(timeout=wait_s))  # noqa: B023
             store.wait_for_events()
-            self._flush_front()
             block = self._find(request) or self.policy.miss(store, request)
             if block is not None:
                 return block
@@ -563,9 +538,13 @@ class Cache(Owner):
         """What every call does first, under the lock, except on the short way."""
         if self._torn:
             self._repair()
-        if self._front is not None:
-            self._read_front()
+        self._take_loan()
         self._free_noted()
+
+    def _take_loan(self) -> None:
+        """Have the default pools as they are: take them back if the front has them."""
+        if self._loan is not None and self._loan.out:
+            self._loan.take()
 
     def _settle(self, watch: bool = False) -> None:
         """Repair what is torn, and free what is parked or noted; with ``watch``, look whether
@@ -593,21 +572,8 @@ class Cache(Owner):
 
     def _repair(self) -> None:
         """Compute anew what an interrupted call has left half done."""
-        if self._front is not None:
-            self._front.switch(self._front_on, self._drained)
-        store = self._store
-        audit.repair(store)  # which makes the dict of blocks
-        for log, held, requests in self._drained:
-            store.statistics.rows.extend(log)
-            for address, nbytes in zip(requests[::2], requests[1::2], strict=True):
-                store.blocks[address].requested = nbytes
-            for address in held:
-                # (Or it is a part of another, or was put back already.)
-                if (block := store.live(address)) is not None:
-                    block.state = FREE
-        if self._drained:
-            audit.repair(store)
-        self._drained.clear()
+        self._take_loan()
+        audit.repair(self._store)
         self._torn = False
         self._watch()
 
@@ -625,16 +591,16 @@ class Cache(Owner):
             or store.history.recording
             or self._out
             or self._torn
-            or self._front
+            or self._loan
             or self.policy.careful
         )
-        if self._front is not None:
-            self._switch_front()
 
     def _free_noted(self) -> None:
         self._urgent = False
         if self.reuse.stacks:
             self._returned.extend((address, 0, None) for address in self.reuse.clear())
+        if self._returned or self._closing:
+            self._take_loan()
         if self._returned:
             call_for_finalizers(self._free_if_live, self._take_returned())
         if self._closing:
@@ -847,100 +813,82 @@ class Cache(Owner):
         """Whether a capture is under way, of any thread."""
         return bool(self._store.captures)
 
-    # The front ------------------------------------------------------------------------------------
+    # The front: see `devalloc.cache.front` --------------------------------------------------------
 
     def attach_front(self, front: Front) -> None:
-        """Let a front keep blocks that PyTorch frees, from now on. Only one, and for ever."""
+        """Let a front serve PyTorch from now on. Only one, and for ever."""
         with self._lock:
-            self._front = front
+            self._loan = Loan(self._store, front)
             self._watch()
 
-    def lend(self, nbytes: int, stream: int) -> int:
-        """`malloc` for PyTorch, whose free the front sees first."""
-        address = self.malloc(nbytes, stream)
+    def serve(self, nbytes: int, stream: int) -> int:
+        """`malloc` for PyTorch, of what the front does not serve by itself."""
+        given: list[int] = []
+        loan = self._loan
         try:
-            # Without the lock: nobody else knows the block, and what is read here does not change.
-            block = self._store.blocks.get(address)
-            if block is not None and self._front_on and self._front is not None:
-                pool = block.home.pool
-                if pool.owner == (0, 0):
-                    part = block.prev is not None or block.next is not None
-                    self._front.lend(address, nbytes, stream, block.size | pool.index, part)
-            return address
+            with self._lock:
+                if loan is not None and loan.out and not self._inside:
+                    self._serve_by_front(loan, nbytes, stream, given)
+            if not any(given):
+                # (Without the lock: the filters of routes may run.)
+                given.append(self.malloc(nbytes, stream))
+                with self._lock:
+                    if loan is not None and self._may_lend(loan):
+                        self._lend(loan)
+            return given[-1]
         except BaseException:
-            self._returned.append((address, 0, None))  # PyTorch will not have it
+            # PyTorch will not have it.
+            self._returned.extend((address, 0, None) for address in given if address)
             raise
 
-    def take_back(self, address: int, nbytes: int) -> None:
-        """`free` for PyTorch of what the front does not keep; ``nbytes`` as PyTorch knows it."""
-        block = self._store.live(address)
-        if block is not None and self._front is not None:
-            if self._front.forget(address):
-                raise DoubleFree(
-                    f"double free of {address:#x}: no allocation lives there; it was freed before"
-                )
-            block.requested = nbytes
+    def take_back(self, address: int) -> None:
+        """`free` for PyTorch, of what the front does not free by itself."""
+        loan = self._loan
+        with self._lock:
+            out = loan is not None and loan.out and not self._inside
+            if loan is not None and out and self._free_by_front(loan, address):
+                return
         self.free(address)
 
-    def _switch_front(self) -> None:
-        front = self._front
-        wanted = not (
-            self._routes
-            or self._store.captures
-            or self._store.closed
-            or self._store.history.recording
-            or self.policy.careful
-        )
-        if front is not None and wanted != self._front_on:
-            # In this order: if it is interrupted in between, `_repair` switches again.
-            front.switch(wanted, self._drained)
-            self._front_on = wanted
-            self._absorb()
-
-    def _flush_front(self) -> bool:
-        """Free what the front holds; whether that was anything."""
-        if not self._front_on or self._front is None:
-            return False
-        self._front.switch(True, self._drained)
-        return self._absorb()
-
-    def _find_held(self, request: Request) -> Block | None:
-        """A block from what the front gives up: large ones, as few as serve, or else everything."""
-        if not self._front_on or self._front is None:
-            return None
-        going = request.size > _LARGE
-        while going:
-            self._front.switch(True, self._drained, request.size, _LARGE)
-            going = self._absorb()
-            block = self._store.find_for(request) if going else None
-            if block is not None:
-                return block
-        return self._store.find_for(request) if self._flush_front() else None
-
-    def _read_front(self) -> None:
-        if self._front_on and self._front is not None and self._front.read_log(self._drained):
-            self._front.switch(True, self._drained)
-        if self._drained:
-            self._absorb()
-
-    def _absorb(self) -> bool:
-        """Enter what the front has told, in its order; whether it has given up blocks."""
+    def _may_lend(self, loan: Loan) -> bool:
         store = self._store
-        any_held = False
-        while self._drained:
-            log, held, requests = self._drained[0]
-            store.statistics.rows.extend(log)
-            self._front_calls += len(log) // 2
-            log.clear()
-            for address, nbytes in zip(requests[::2], requests[1::2], strict=True):
-                store.blocks[address].requested = nbytes
-            for address in held:
-                store.put_back_held(address)
-                any_held = True
-            del self._drained[0]
-        if len(store.statistics.rows) > rows.FULL:
-            store.statistics.fold()
-        return any_held
+        return loan.is_due() and not (
+            loan.out
+            or self._inside
+            or self._routes
+            or self._out
+            or self._torn
+            or store.captures
+            or store.closed
+            or store.history.recording
+        )
+
+    @_beside_front
+    def _lend(self, loan: Loan) -> None:
+        loan.give()
+
+    @_beside_front
+    def _serve_by_front(self, loan: Loan, nbytes: int, stream: int, given: list[int]) -> None:
+        loan.read_log()
+        if nbytes or not self.policy.zero_is_null:
+            size, index = self._plans.get(nbytes) or self._plan(nbytes)
+            # The list gets the address in the C code that takes the block.
+            given.extend(map(loan.front.malloc, (nbytes,), (size,), (index,), (stream,)))
+
+    @_beside_front
+    def _free_by_front(self, loan: Loan, address: int) -> bool:
+        loan.read_log()
+        return loan.front.free(address)
+
+    def share_by_front(self, address: int, stream: int) -> bool:
+        """`record_stream` of a block that the front knows; whether it does."""
+        with self._lock:
+            if self._loan is None or not self._loan.out or self._inside:
+                return False
+            owner = self._loan.front.share(address, stream)
+            if owner is not None and owner != stream:
+                self._store.pending.uses.setdefault(address, set()).add(stream)
+            return owner is not None
 
     # Streams --------------------------------------------------------------------------------------
 
@@ -962,10 +910,10 @@ class Cache(Owner):
         with self._lock:
             if self._inside:
                 raise DevallocError("the cache was used from a finalizer that interrupted it")
+            if not claim and self.share_by_front(address, stream):
+                return
             block = self._live(address, claim)
             if stream != block.home.stream:
-                if self._front is not None:
-                    self._front.forget(address)
                 self._store.pending.uses.setdefault(address, set()).add(stream)
                 self._attention = self.reuse.closed = True
 
@@ -999,11 +947,8 @@ class Cache(Owner):
         store = self._store
         if store.captures:
             raise InvalidArgument("a stream cannot be forgotten during a capture")
-        # First: a block whose user ends meanwhile must not be parked, nor held by the front.
+        # First: a block whose user ends meanwhile must not be parked.
         self.reuse.forget_stream(stream)
-        if self._front is not None:
-            self._front.forget_stream(stream)
-            self._flush_front()
         store.streams.synchronize()
         store.pending.forget_stream(stream)
         store.give_away(stream)
@@ -1197,6 +1142,7 @@ class Cache(Owner):
         """Whether an allocation lives at ``address``, under this claim if one is given."""
         reports.require_address(address)
         with self._lock:
+            self._look()
             return self._store.live(address, claim) is not None
 
     def size_of(self, address: int) -> int:
@@ -1204,8 +1150,18 @@ class Cache(Owner):
         with self._lock:
             return self._live(address).size
 
+    def _look(self) -> None:
+        """Have the blocks up to date, under the lock. In the midst of a call they are."""
+        if self._loan is not None and self._loan.out and not self._inside:
+            self._update()
+
+    @_entry
+    def _update(self) -> None:
+        """Every entry point does it."""
+
     def _live(self, address: int, claim: int | None = None) -> Block:
         reports.require_address(address)
+        self._look()
         block = self._store.live(address, claim)
         if block is None:
             raise InvalidArgument(f"no allocation of this cache lives at {address:#x}")

@@ -13,6 +13,7 @@ from devalloc.cache.policy import (
     ROUND_LARGE,
     SMALL_MAX,
     SMALL_SEGMENT,
+    FrontRule,
     Policy,
     round_up,
 )
@@ -115,6 +116,10 @@ class FrugalPolicy(Policy):
 
     def pool_of(self, size: int) -> int:
         return 0 if size <= SMALL_MAX else 1
+
+    @property
+    def front_rule(self) -> FrontRule:
+        return FrontRule(1, 1)
 
     def splits(self, index: int, whole: int, size: int) -> bool:
         return True

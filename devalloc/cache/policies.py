@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, ClassVar
 from devalloc.cache.bfc_policy import BfcPolicy
 from devalloc.cache.blocks import Block
 from devalloc.cache.frugal_policy import FrugalPolicy
-from devalloc.cache.policy import MIN_BLOCK, SMALL_MAX, Policy, round_up, two_pool_segment
+from devalloc.cache.policy import (
+    MIN_BLOCK,
+    SMALL_MAX,
+    FrontRule,
+    Policy,
+    round_up,
+    two_pool_segment,
+)
 from devalloc.cache.torch_policy import TorchPolicy
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import require_fraction, size_option
@@ -34,6 +41,10 @@ class TinyPolicy(Policy):
 
     def pool_of(self, size: int) -> int:
         return 0 if size <= SMALL_MAX else 1
+
+    @property
+    def front_rule(self) -> FrontRule:
+        return FrontRule(MIN_BLOCK, SMALL_MAX + 1)
 
     def splits(self, index: int, whole: int, size: int) -> bool:
         return whole - size >= MIN_BLOCK if index == 0 else whole - size > SMALL_MAX
@@ -97,6 +108,10 @@ class AutoGrowthPolicy(Policy):
     @property
     def unit(self) -> int:
         return self.alignment
+
+    @property
+    def front_rule(self) -> FrontRule | None:
+        return None if self.careful else FrontRule(1, 1, takes_tail=True)
 
     def splits(self, index: int, whole: int, size: int) -> bool:
         return True

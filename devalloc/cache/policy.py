@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from devalloc.errors import InvalidArgument
 
@@ -32,6 +32,23 @@ MIN_BLOCK = 512
 def round_up(nbytes: int, unit: int) -> int:
     """``nbytes`` up to a multiple of ``unit``."""
     return (nbytes + unit - 1) // unit * unit
+
+
+class FrontRule(NamedTuple):
+    """A best-fit policy's choices as numbers, for a front that is not written in Python.
+
+    A block is split if the rest has at least ``least_small`` bytes (``least_large`` in the large
+    pool); if ``halves``, also if the rest is as large as the request. With ``oversize`` bytes and
+    more a block is never split, does not serve smaller requests, and serves others only if it has
+    less than ``slack`` bytes more than they need; 0 is off.
+    """
+
+    least_small: int
+    least_large: int
+    halves: bool = False
+    oversize: int = 0
+    slack: int = 0
+    takes_tail: bool = False
 
 
 @dataclasses.dataclass
@@ -73,10 +90,18 @@ class Policy:
     def unit(self) -> int:
         """Bytes: requests that are equal when rounded up to this have blocks of the same size.
 
-        The front cache (docs/host-cache.md) keeps blocks by it. 256 is right for every policy; a
+        The front (docs/host-cache.md) remembers sizes by it. 256 is right for every policy; a
         larger one lets more requests share.
         """
         return 256
+
+    @property
+    def front_rule(self) -> FrontRule | None:
+        """What `best_fit`, `find` and `splits` amount to; None if no such rule says it.
+
+        Then there is no front, and PyTorch calls Python each time.
+        """
+        return None
 
     @property
     def best_fit(self) -> bool:

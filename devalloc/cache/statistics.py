@@ -84,8 +84,17 @@ class Statistics:
         """Add the rows to the sums and forget them."""
         if not self.rows:
             return
-        table = np.array(self.rows, dtype=np.int64).reshape(-1, 2)
+        table = np.array(self.rows, dtype=np.int64)
         self.rows.clear()
+        self._enter_rows(table)
+
+    def enter(self, log: bytes) -> None:
+        """Add rows that somebody else has logged, after those that are here."""
+        self.fold()
+        self._enter_rows(np.frombuffer(log, dtype=np.int64))
+
+    def _enter_rows(self, words: np.ndarray) -> None:
+        table = words.reshape(-1, 2)
         head, requested = table[:, 0], table[:, 1]
         pool = head & 1
         code = head & 30

@@ -13,6 +13,7 @@ from devalloc.cache.policy import (
     MIB,
     MIN_BLOCK,
     SMALL_MAX,
+    FrontRule,
     Policy,
     round_up,
     two_pool_segment,
@@ -145,6 +146,13 @@ class TorchPolicy(Policy):
             if size >= self.max_split_size and found[0] >= (size + self.max_non_split_rounding):
                 return None
         return found[1]
+
+    @property
+    def front_rule(self) -> FrontRule | None:
+        if self.careful:
+            return None
+        slack = self.max_non_split_rounding
+        return FrontRule(MIN_BLOCK, SMALL_MAX + 1, oversize=self.max_split_size or 0, slack=slack)
 
     def splits(self, index: int, whole: int, size: int) -> bool:
         if index == 0:

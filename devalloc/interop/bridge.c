@@ -12,9 +12,9 @@
  *
  * One copy of this module serves one set of callables, from its `connect` to the end of the process.
  *
- * The front cache (docs/host-cache.md, invariants F1 to F6) keeps blocks that PyTorch freed and hands
- * them out again without Python. There is one `struct front` per device, with its own mutex. Under
- * the mutex nothing waits, allocates Python objects, or takes the GIL.
+ * The front (docs/host-cache.md, invariants F1 to F6) allocates and frees for PyTorch without Python.
+ * There is one `struct front` per device, with its own mutex. Under the mutex nothing waits,
+ * allocates Python objects, or takes the GIL.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -120,31 +120,44 @@ static unsigned long long integer(const void *address)
     return (uintptr_t)address;
 }
 
-/* The front cache ---------------------------------------------------------------------------------
+/* The front ----------------------------------------------------------------------------------------
  *
- * A block is an entry of `blocks`, found by its address as long as PyTorch has it (lent) or the front
- * holds it. Held blocks of one class, a (stream, request rounded up to `unit`), are a stack, linked
- * by `below`; the top is found by the class. Both tables are open-addressed, with linear probing, of
- * indices into `blocks` plus one; 0 is an empty place. Deleting moves later entries up, so nothing
- * dead stays in a table.
+ * While it is on, a front serves the default pools of a cache in place of Python, by the policy's own
+ * rule: best fit, split, merge. It has the blocks of all their segments, each of which it may hand
+ * out and free unless Python keeps it (blocks that are pending, that other streams use, or that the
+ * arena's own users free with a claim).
  *
- * So that giving blocks up costs no more than what it brings back, the held blocks are also lists, by
- * the log2 of their size, and so are those whose request is not the one that Python knows. What was
- * held last is first in its list, and on top of its stack. */
+ * A block is an entry of `blocks`; indices are plus one, so that 0 is none. Blocks of a segment are a
+ * list by address. The free blocks of a home, a (stream, pool), are a treap by (size, address), whose
+ * priorities are hashes of addresses: finding, adding and removing take O(log n). Blocks that are not
+ * free are found by their address, and plans (the size and the pool of a request, which Python has
+ * told) by the rounded request, in open-addressed tables with linear probing. Deleting moves later
+ * entries up, so nothing dead stays in a table. */
 
-enum { MAX_DEVICES = 64, LOG_ROWS = 1 << 15 };
-enum { NONE = 0, LENT, HELD };
-enum { HELD_LISTS = 64, CHANGED_LIST = HELD_LISTS, LISTS };
-enum { OF_HELD, OF_CHANGED, LINKS }; /* a block is in one list of each kind at most */
+enum { MAX_DEVICES = 64, LOG_ROWS = 1 << 15, ROWS_OF_A_CALL = 4, MAX_PLANS = 1 << 16 };
+
+/* As in devalloc/cache/front.py. A word about a block is its home, FIRST of its segment, its state. */
+enum { FREE_BLOCK, LENT_BLOCK, KEPT_BLOCK, SHARED_BLOCK, STATES = 3 };
+enum { FIRST_BLOCK = 4, HOME_SHIFT = 3, WORDS_OF_A_BLOCK = 4 };
 
 /* Rows as in devalloc/cache/statistics.py, whose test compares them. */
-enum { MALLOC = 2, FREE = 4, MALLOC_PART = 18, FREE_PART = 20 };
+enum { MALLOC = 2, FREE = 4, SPLIT_IN = 10, SPLIT_OUT = 12, MALLOC_PART = 18, FREE_PART = 20 };
 
 struct block {
-    uint64_t address, stream, class_bytes, head, requested;
-    uint32_t below; /* in its stack, or among the unused entries; index plus one */
-    uint32_t before[LINKS], after[LINKS];
-    uint8_t state, part, changed, excluded;
+    uint64_t address, size, requested;
+    uint32_t before, after; /* in the segment; `after` also links the unused entries */
+    uint32_t left, right;   /* in the treap of its home */
+    uint32_t home;
+    uint8_t state, first;
+};
+
+struct home {
+    uint64_t stream, pool;
+    uint32_t root;
+};
+
+struct plan {
+    uint64_t request, size, pool;
 };
 
 struct table {
@@ -152,14 +165,23 @@ struct table {
     uint64_t mask, used;
 };
 
+/* How the policy chooses: see devalloc.cache.policy.FrontRule. */
+struct rule {
+    unsigned long long least_rest[2], oversize, slack;
+    int halves, takes_tail;
+};
+
 struct front {
     pthread_mutex_t mutex;
-    int on, full, zero_is_null;
-    uint64_t unit, max_bytes, max_blocks;
-    uint64_t held_bytes, held_blocks, changed_blocks;
+    int on, zero_is_null;
+    uint64_t unit;
+    struct rule rule;
     struct block *blocks;
-    uint32_t capacity, unused, first[LISTS];
-    struct table by_address, by_class;
+    uint32_t capacity, unused;
+    struct home *homes;
+    uint64_t home_count;
+    struct plan *plans;
+    struct table by_address, by_request;
     uint64_t (*log)[2];
     uint32_t rows;
 };
@@ -173,49 +195,40 @@ static uint64_t mix(uint64_t word)
     return word ^ word >> 29;
 }
 
-static uint64_t hash_of(const struct front *front, const struct table *table, uint32_t index)
+/* Tables */
+
+static uint64_t key_of(const struct front *front, const struct table *table, uint32_t index)
 {
-    const struct block *block = &front->blocks[index - 1];
-    return table == &front->by_address ? mix(block->address)
-                                       : mix(mix(block->class_bytes) + block->stream);
+    return table == &front->by_address ? front->blocks[index - 1].address
+                                       : front->plans[index - 1].request;
 }
 
-/* The place of the entry that is equal to `key`, or the empty place where it would be. */
-static uint64_t find(const struct front *front, const struct table *table, uint64_t hash,
-                     uint64_t first, uint64_t second)
+/* The place of the entry with this key, or the empty place where it would be. */
+static uint64_t place_of(const struct front *front, const struct table *table, uint64_t key)
 {
-    uint64_t at = hash & table->mask;
-    for (uint32_t index; (index = table->places[at]) != 0; at = (at + 1) & table->mask) {
-        const struct block *block = &front->blocks[index - 1];
-        if (table == &front->by_address
-                ? block->address == first
-                : block->class_bytes == first && block->stream == second)
+    uint64_t at = mix(key) & table->mask;
+    for (uint32_t index; (index = table->places[at]) != 0; at = (at + 1) & table->mask)
+        if (key_of(front, table, index) == key)
             break;
-    }
     return at;
 }
 
-static uint64_t place_of_address(const struct front *front, uint64_t address)
+static uint32_t find(const struct front *front, const struct table *table, uint64_t key)
 {
-    return find(front, &front->by_address, mix(address), address, 0);
+    return table->used == 0 ? 0 : table->places[place_of(front, table, key)];
 }
 
-static uint64_t place_of_class(const struct front *front, uint64_t class_bytes, uint64_t stream)
+static void delete_key(struct front *front, struct table *table, uint64_t key)
 {
-    return find(front, &front->by_class, mix(mix(class_bytes) + stream), class_bytes, stream);
-}
-
-static void delete_place(struct front *front, struct table *table, uint64_t at)
-{
-    uint64_t next = at;
+    uint64_t at = place_of(front, table, key), next = at;
     for (;;) {
         next = (next + 1) & table->mask;
         uint32_t index = table->places[next];
         if (index == 0)
             break;
         /* An entry may move up unless its first choice lies behind the gap. */
-        uint64_t home = hash_of(front, table, index) & table->mask;
-        if (((next - home) & table->mask) >= ((next - at) & table->mask)) {
+        uint64_t choice = mix(key_of(front, table, index)) & table->mask;
+        if (((next - choice) & table->mask) >= ((next - at) & table->mask)) {
             table->places[at] = index;
             at = next;
         }
@@ -224,21 +237,29 @@ static void delete_place(struct front *front, struct table *table, uint64_t at)
     table->used--;
 }
 
-/* Room for one more entry, at most two thirds full; 0 if there is no memory. */
-static int reserve(struct front *front, struct table *table)
+static void insert_key(struct front *front, struct table *table, uint64_t key, uint32_t index)
 {
-    uint64_t size = table->places == NULL ? 0 : table->mask + 1;
-    if (3 * (table->used + 1) <= 2 * size)
+    table->places[place_of(front, table, key)] = index;
+    table->used++;
+}
+
+/* Room for `more` entries, at most two thirds full; 0 if there is no memory. */
+static int reserve(struct front *front, struct table *table, uint64_t more)
+{
+    uint64_t size = table->places == NULL ? 0 : table->mask + 1, larger_size = size;
+    while (3 * (table->used + more) > 2 * larger_size)
+        larger_size = larger_size == 0 ? 1024 : 2 * larger_size;
+    if (larger_size == size)
         return 1;
-    struct table larger = {.mask = (size == 0 ? 1024 : 2 * size) - 1, .used = table->used};
-    larger.places = calloc(larger.mask + 1, sizeof *larger.places);
+    struct table larger = {.mask = larger_size - 1, .used = table->used};
+    larger.places = calloc(larger_size, sizeof *larger.places);
     if (larger.places == NULL)
         return 0;
     for (uint64_t at = 0; at < size; at++) {
         uint32_t index = table->places[at];
         if (index == 0)
             continue;
-        uint64_t to = hash_of(front, table, index) & larger.mask;
+        uint64_t to = mix(key_of(front, table, index)) & larger.mask;
         while (larger.places[to] != 0)
             to = (to + 1) & larger.mask;
         larger.places[to] = index;
@@ -248,156 +269,290 @@ static int reserve(struct front *front, struct table *table)
     return 1;
 }
 
-/* An unused entry's index plus one; 0 if there is no memory. */
+static void empty_table(struct table *table)
+{
+    if (table->used > 0)
+        memset(table->places, 0, (table->mask + 1) * sizeof *table->places);
+    table->used = 0;
+}
+
+/* Free blocks, in treaps */
+
+/* Whether a block comes before (size, address). */
+static int is_less(const struct block *block, uint64_t size, uint64_t address)
+{
+    return block->size < size || (block->size == size && block->address < address);
+}
+
+static uint64_t priority(const struct front *front, uint32_t index)
+{
+    return mix(front->blocks[index - 1].address);
+}
+
+/* Divide a treap at (size, address). */
+static void divide(struct front *front, uint32_t root, uint64_t size, uint64_t address,
+                   uint32_t *less, uint32_t *rest)
+{
+    while (root != 0) {
+        struct block *block = &front->blocks[root - 1];
+        if (is_less(block, size, address)) {
+            *less = root;
+            less = &block->right;
+            root = block->right;
+        } else {
+            *rest = root;
+            rest = &block->left;
+            root = block->left;
+        }
+    }
+    *less = *rest = 0;
+}
+
+static void add_free(struct front *front, uint32_t index)
+{
+    struct block *block = &front->blocks[index - 1];
+    uint32_t *place = &front->homes[block->home].root;
+    while (*place != 0 && priority(front, *place) >= priority(front, index)) {
+        struct block *at = &front->blocks[*place - 1];
+        place = is_less(at, block->size, block->address) ? &at->right : &at->left;
+    }
+    divide(front, *place, block->size, block->address, &block->left, &block->right);
+    *place = index;
+}
+
+static void remove_free(struct front *front, uint32_t index)
+{
+    struct block *block = &front->blocks[index - 1];
+    uint32_t *place = &front->homes[block->home].root;
+    while (*place != index) {
+        struct block *at = &front->blocks[*place - 1];
+        place = is_less(at, block->size, block->address) ? &at->right : &at->left;
+    }
+    uint32_t less = block->left, rest = block->right;
+    while (less != 0 && rest != 0) {
+        if (priority(front, less) >= priority(front, rest)) {
+            *place = less;
+            place = &front->blocks[less - 1].right;
+            less = *place;
+        } else {
+            *place = rest;
+            place = &front->blocks[rest - 1].left;
+            rest = *place;
+        }
+    }
+    *place = less != 0 ? less : rest;
+}
+
+/* The smallest free block of at least `size` bytes, at the lowest address; 0 if there is none. */
+static uint32_t best_fit(const struct front *front, const struct home *home, uint64_t size)
+{
+    uint32_t best = 0, at = home->root;
+    while (at != 0) {
+        const struct block *block = &front->blocks[at - 1];
+        if (is_less(block, size, 0)) {
+            at = block->right;
+        } else {
+            best = at;
+            at = block->left;
+        }
+    }
+    return best;
+}
+
+/* Blocks */
+
+static int reserve_blocks(struct front *front, uint32_t capacity)
+{
+    if (capacity <= front->capacity)
+        return 1;
+    struct block *blocks = realloc(front->blocks, capacity * sizeof *blocks);
+    if (blocks == NULL)
+        return 0;
+    for (uint32_t at = capacity; at > front->capacity; at--) {
+        blocks[at - 1] = (struct block){.after = front->unused};
+        front->unused = at;
+    }
+    front->blocks = blocks;
+    front->capacity = capacity;
+    return 1;
+}
+
+/* There is an unused entry. */
 static uint32_t new_block(struct front *front)
 {
-    if (front->unused == 0) {
-        uint32_t capacity = front->capacity == 0 ? 1024 : 2 * front->capacity;
-        struct block *blocks = realloc(front->blocks, capacity * sizeof *blocks);
-        if (blocks == NULL)
-            return 0;
-        for (uint32_t at = capacity; at > front->capacity; at--) {
-            blocks[at - 1] = (struct block){.below = front->unused};
-            front->unused = at;
-        }
-        front->blocks = blocks;
-        front->capacity = capacity;
-    }
     uint32_t index = front->unused;
-    front->unused = front->blocks[index - 1].below;
+    front->unused = front->blocks[index - 1].after;
     return index;
 }
 
-static int link_of(int list)
+static int is_divided(const struct block *block)
 {
-    return list == CHANGED_LIST ? OF_CHANGED : OF_HELD;
+    return block->before != 0 || block->after != 0;
 }
 
-static void enter_list(struct front *front, int list, uint32_t index)
-{
-    int link = link_of(list);
-    uint32_t after = front->first[list];
-    front->blocks[index - 1].before[link] = 0;
-    front->blocks[index - 1].after[link] = after;
-    if (after != 0)
-        front->blocks[after - 1].before[link] = index;
-    front->first[list] = index;
-}
-
-static void leave_list(struct front *front, int list, uint32_t index)
-{
-    int link = link_of(list);
-    uint32_t before = front->blocks[index - 1].before[link];
-    uint32_t after = front->blocks[index - 1].after[link];
-    if (before != 0)
-        front->blocks[before - 1].after[link] = after;
-    else
-        front->first[list] = after;
-    if (after != 0)
-        front->blocks[after - 1].before[link] = before;
-}
-
-/* Of a block that is held. */
-static int held_list(const struct block *block)
-{
-    return 63 - __builtin_clzll(block->class_bytes);
-}
-
-static void forget_change(struct front *front, uint32_t index)
-{
-    struct block *block = &front->blocks[index - 1];
-    if (block->changed) {
-        leave_list(front, CHANGED_LIST, index);
-        front->changed_blocks--;
-        block->changed = 0;
-    }
-}
-
-/* Of a block that is not held. */
-static void forget_block(struct front *front, uint32_t index)
-{
-    struct block *block = &front->blocks[index - 1];
-    forget_change(front, index);
-    delete_place(front, &front->by_address, place_of_address(front, block->address));
-    *block = (struct block){.below = front->unused};
-    front->unused = index;
-}
-
-static void write_row(struct front *front, const struct block *block, int code, int code_of_part)
+static void write_row(struct front *front, const struct block *block, int code, uint64_t requested)
 {
     uint64_t *row = front->log[front->rows++];
-    row[0] = block->head | (uint64_t)(block->part ? code_of_part : code);
-    row[1] = block->requested;
+    row[0] = block->size | (uint64_t)code | front->homes[block->home].pool;
+    row[1] = requested;
 }
 
-/* Of the block on top of the stack of its class, which is at place `at`: it is not held any more. */
-static void take_top(struct front *front, uint64_t at)
+/* Cut a block that is in no treap `at` bytes from its start; returns the tail. Both are free. */
+static uint32_t cut(struct front *front, uint32_t index, uint64_t at)
 {
-    uint32_t index = front->by_class.places[at];
+    uint32_t tail_index = new_block(front);
+    struct block *block = &front->blocks[index - 1], *tail = &front->blocks[tail_index - 1];
+    *tail = (struct block){
+        .address = block->address + at,
+        .size = block->size - at,
+        .before = index,
+        .after = block->after,
+        .home = block->home,
+    };
+    if (block->after != 0)
+        front->blocks[block->after - 1].before = tail_index;
+    block->size = at;
+    block->after = tail_index;
+    return tail_index;
+}
+
+/* Join a block and the one after it, which are both in no treap. */
+static void join(struct front *front, uint32_t index)
+{
     struct block *block = &front->blocks[index - 1];
-    if (block->below != 0)
-        front->by_class.places[at] = block->below;
-    else
-        delete_place(front, &front->by_class, at);
-    leave_list(front, held_list(block), index);
-    front->held_blocks--;
-    front->held_bytes -= block->class_bytes;
+    uint32_t second_index = block->after;
+    struct block *second = &front->blocks[second_index - 1];
+    block->size += second->size;
+    block->after = second->after;
+    if (second->after != 0)
+        front->blocks[second->after - 1].before = index;
+    *second = (struct block){.after = front->unused};
+    front->unused = second_index;
 }
 
-/* A held block for a request that is not empty; NULL if there is none. */
-static void *take_held(struct front *front, uint64_t nbytes, uint64_t stream)
+static int may_serve(const struct rule *rule, uint64_t whole, uint64_t size)
 {
-    if (!front->on || nbytes == 0 || front->by_class.used == 0 || front->rows == LOG_ROWS)
-        return NULL;
-    uint64_t class_bytes = (nbytes + front->unit - 1) / front->unit * front->unit;
-    uint64_t at = place_of_class(front, class_bytes, stream);
-    uint32_t index = front->by_class.places[at];
+    if (rule->oversize == 0)
+        return 1;
+    return size < rule->oversize ? whole < rule->oversize : whole < size + rule->slack;
+}
+
+static int splits(const struct rule *rule, uint64_t pool, uint64_t whole, uint64_t size)
+{
+    if (whole == size || (rule->oversize != 0 && size >= rule->oversize))
+        return 0;
+    return whole - size >= rule->least_rest[pool] || (rule->halves && whole >= 2 * size);
+}
+
+static struct home *home_of(const struct front *front, uint64_t stream, uint64_t pool)
+{
+    uint64_t low = 0, high = front->home_count;
+    while (low < high) {
+        uint64_t middle = (low + high) / 2;
+        struct home *home = &front->homes[middle];
+        if (home->stream == stream && home->pool == pool)
+            return home;
+        if (home->stream < stream || (home->stream == stream && home->pool < pool))
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return NULL;
+}
+
+/* What `Store.find` and `Store.carve` do. NULL if Python must serve the request. */
+static void *serve(struct front *front, uint64_t nbytes, uint64_t size, uint64_t pool,
+                   uint64_t stream)
+{
+    const struct home *home = home_of(front, stream, pool);
+    uint32_t index = home == NULL ? 0 : best_fit(front, home, size);
     if (index == 0)
         return NULL;
+    uint64_t whole = front->blocks[index - 1].size;
+    if (!may_serve(&front->rule, whole, size) || !reserve(front, &front->by_address, 1))
+        return NULL;
+    int divides = splits(&front->rule, pool, whole, size);
+    if (divides && front->unused == 0 && !reserve_blocks(front, 2 * front->capacity))
+        return NULL;
+    remove_free(front, index);
     struct block *block = &front->blocks[index - 1];
-    take_top(front, at);
-    block->state = LENT;
-    if (block->requested != nbytes && !block->changed) {
-        enter_list(front, CHANGED_LIST, index);
-        front->changed_blocks++;
-        block->changed = 1;
+    if (divides) {
+        if (is_divided(block))
+            write_row(front, block, SPLIT_OUT, 0);
+        uint32_t tail = cut(front, index, front->rule.takes_tail ? whole - size : size);
+        uint32_t rest = front->rule.takes_tail ? index : tail;
+        index = front->rule.takes_tail ? tail : index;
+        write_row(front, &front->blocks[rest - 1], SPLIT_IN, 0);
+        add_free(front, rest);
+        block = &front->blocks[index - 1];
+        write_row(front, block, MALLOC, nbytes);
+    } else {
+        write_row(front, block, is_divided(block) ? MALLOC_PART : MALLOC, nbytes);
     }
+    block->state = LENT_BLOCK;
     block->requested = nbytes;
-    write_row(front, block, MALLOC, MALLOC_PART);
+    insert_key(front, &front->by_address, block->address, index);
     return (void *)(uintptr_t)block->address;
 }
 
-/* Whether the front holds the block from now on. If not, Python must free it. */
-static int hold(struct front *front, uint64_t address)
+static int is_ready(const struct front *front)
 {
-    if (front->by_address.used == 0)
-        return 0;
-    uint32_t index = front->by_address.places[place_of_address(front, address)];
+    return front->on && front->rows + ROWS_OF_A_CALL <= LOG_ROWS;
+}
+
+/* A block for a request whose plan is known. NULL if Python must serve it. */
+static void *allocate(struct front *front, uint64_t nbytes, uint64_t stream)
+{
+    if (!is_ready(front))
+        return NULL;
+    uint64_t request = nbytes / front->unit + (nbytes % front->unit != 0);
+    uint32_t index = find(front, &front->by_request, request);
     if (index == 0)
+        return NULL;
+    const struct plan *plan = &front->plans[index - 1];
+    return serve(front, nbytes, plan->size, plan->pool, stream);
+}
+
+static int may_join(const struct front *front, uint32_t index, uint32_t home)
+{
+    return index != 0 && front->blocks[index - 1].state == FREE_BLOCK &&
+           front->blocks[index - 1].home == home;
+}
+
+/* What `Store.put_back` does. Whether that is all: if not, Python must free the block. */
+static int release(struct front *front, uint64_t address)
+{
+    uint32_t index = is_ready(front) ? find(front, &front->by_address, address) : 0;
+    if (index == 0 || front->blocks[index - 1].state != LENT_BLOCK)
         return 0;
     struct block *block = &front->blocks[index - 1];
-    if (block->state != LENT) /* freed twice: Python finds it here, and says so */
-        return 0;
-    int may = front->on && !block->excluded && block->class_bytes > 0 &&
-              block->class_bytes <= front->max_bytes &&
-              front->rows < LOG_ROWS && reserve(front, &front->by_class);
-    int fits = front->held_blocks < front->max_blocks &&
-               front->held_bytes + block->class_bytes <= front->max_bytes;
-    front->full |= may && !fits;
-    if (!may || !fits) {
-        forget_block(front, index);
-        return 0;
+    delete_key(front, &front->by_address, address);
+    block->state = FREE_BLOCK;
+    uint32_t before = block->before, after = block->after;
+    int joins_before = may_join(front, before, block->home);
+    int joins_after = may_join(front, after, block->home);
+    if (!joins_before && !joins_after) {
+        write_row(front, block, is_divided(block) ? FREE_PART : FREE, block->requested);
+        add_free(front, index);
+        return 1;
     }
-    uint64_t at = place_of_class(front, block->class_bytes, block->stream);
-    block->below = front->by_class.places[at];
-    if (block->below == 0)
-        front->by_class.used++;
-    front->by_class.places[at] = index;
-    block->state = HELD;
-    enter_list(front, held_list(block), index);
-    front->held_blocks++;
-    front->held_bytes += block->class_bytes;
-    write_row(front, block, FREE, FREE_PART);
+    write_row(front, block, FREE, block->requested);
+    if (joins_before) {
+        write_row(front, &front->blocks[before - 1], SPLIT_OUT, 0);
+        remove_free(front, before);
+    }
+    if (joins_after) {
+        write_row(front, &front->blocks[after - 1], SPLIT_OUT, 0);
+        remove_free(front, after);
+        join(front, index);
+    }
+    if (joins_before) {
+        join(front, before);
+        index = before;
+    }
+    if (is_divided(&front->blocks[index - 1]))
+        write_row(front, &front->blocks[index - 1], SPLIT_IN, 0);
+    add_free(front, index);
     return 1;
 }
 
@@ -413,21 +568,21 @@ static int take_from_front(int device, size_t nbytes, void *stream, void **addre
     if (front == NULL || !atomic_load(&connected))
         return 0;
     pthread_mutex_lock(&front->mutex);
-    *address = take_held(front, nbytes, (uintptr_t)stream);
-    int answered = *address != NULL || (nbytes == 0 && front->zero_is_null);
+    int is_null = nbytes == 0 && front->zero_is_null;
+    *address = is_null ? NULL : allocate(front, nbytes, (uintptr_t)stream);
     pthread_mutex_unlock(&front->mutex);
-    return answered;
+    return is_null || *address != NULL;
 }
 
 static int give_to_front(int device, const void *address)
 {
     struct front *front = front_of(device);
-    if (front == NULL || address == NULL || !atomic_load(&connected))
+    if (front == NULL || !atomic_load(&connected))
         return 0;
     pthread_mutex_lock(&front->mutex);
-    int held = hold(front, (uintptr_t)address);
+    int done = release(front, (uintptr_t)address);
     pthread_mutex_unlock(&front->mutex);
-    return held;
+    return done;
 }
 
 /* A child must not have a mutex that a thread holds which is not there. */
@@ -457,9 +612,8 @@ static PyObject *front_open(PyObject *module, PyObject *arguments)
 {
     (void)module;
     int device, zero_is_null;
-    unsigned long long unit, max_bytes, max_blocks;
-    if (!PyArg_ParseTuple(arguments, "iKpKK:front_open", &device, &unit, &zero_is_null, &max_bytes,
-                          &max_blocks))
+    unsigned long long unit;
+    if (!PyArg_ParseTuple(arguments, "iKp:front_open", &device, &unit, &zero_is_null))
         return NULL;
     struct front *front = front_argument(device);
     if (front == NULL)
@@ -468,248 +622,247 @@ static PyObject *front_open(PyObject *module, PyObject *arguments)
         PyErr_SetString(PyExc_ValueError, "the unit is at least one byte");
         return NULL;
     }
-    void *log = front->log != NULL ? front->log : malloc(LOG_ROWS * sizeof *front->log);
-    if (log == NULL)
-        return PyErr_NoMemory();
     pthread_mutex_lock(&front->mutex);
-    front->log = log;
+    if (front->log == NULL)
+        front->log = malloc(LOG_ROWS * sizeof *front->log);
+    if (front->plans == NULL)
+        front->plans = malloc(MAX_PLANS * sizeof *front->plans);
+    int enough = front->log != NULL && front->plans != NULL;
+    front->on = 0;
     front->unit = unit;
     front->zero_is_null = zero_is_null;
-    front->max_bytes = max_bytes;
-    front->max_blocks = max_blocks;
+    empty_table(&front->by_request);
+    pthread_mutex_unlock(&front->mutex);
+    if (!enough)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+/* Take over homes and blocks; 0 if there is no memory. The front is off. */
+static int take_over(struct front *front, const uint64_t *homes, uint64_t home_count,
+                     const uint64_t *words, uint64_t block_count)
+{
+    struct home *room = realloc(front->homes, (home_count + 1) * sizeof *room);
+    if (room == NULL)
+        return 0;
+    front->homes = room;
+    front->home_count = home_count;
+    for (uint64_t at = 0; at < home_count; at++)
+        front->homes[at] = (struct home){.stream = homes[2 * at], .pool = homes[2 * at + 1]};
+    /* Half as many again, for blocks that are split. */
+    if (!reserve_blocks(front, (uint32_t)(block_count + block_count / 2 + 64)))
+        return 0;
+    empty_table(&front->by_address);
+    if (!reserve(front, &front->by_address, block_count))
+        return 0;
+    front->unused = 0;
+    for (uint32_t at = front->capacity; at > block_count; at--) {
+        front->blocks[at - 1] = (struct block){.after = front->unused};
+        front->unused = at;
+    }
+    for (uint32_t at = 0; at < block_count; at++, words += WORDS_OF_A_BLOCK) {
+        struct block *block = &front->blocks[at];
+        *block = (struct block){
+            .address = words[0],
+            .size = words[1],
+            .requested = words[2],
+            .home = (uint32_t)(words[3] >> HOME_SHIFT),
+            .first = (words[3] & FIRST_BLOCK) != 0,
+            .state = words[3] & STATES,
+        };
+        if (!block->first) {
+            block->before = at;
+            front->blocks[at - 1].after = at + 1;
+        }
+        if (block->state == FREE_BLOCK)
+            add_free(front, at + 1);
+        else
+            insert_key(front, &front->by_address, block->address, at + 1);
+    }
+    front->rows = 0;
+    return 1;
+}
+
+static PyObject *front_start(PyObject *module, PyObject *arguments)
+{
+    (void)module;
+    int device;
+    struct rule rule;
+    Py_buffer homes, blocks;
+    if (!PyArg_ParseTuple(arguments, "i(KKpKKp)y*y*:front_start", &device, &rule.least_rest[0],
+                          &rule.least_rest[1], &rule.halves, &rule.oversize, &rule.slack,
+                          &rule.takes_tail, &homes, &blocks))
+        return NULL;
+    struct front *front = front_argument(device);
+    int started = 0;
+    if (front != NULL) {
+        uint64_t block_count = (uint64_t)blocks.len / sizeof(uint64_t) / WORDS_OF_A_BLOCK;
+        pthread_mutex_lock(&front->mutex);
+        if (!front->on && front->log != NULL && block_count < UINT32_MAX / 4)
+            started = take_over(front, homes.buf, (uint64_t)homes.len / sizeof(uint64_t) / 2,
+                                blocks.buf, block_count);
+        front->rule = rule;
+        front->on |= started;
+        pthread_mutex_unlock(&front->mutex);
+    }
+    PyBuffer_Release(&homes);
+    PyBuffer_Release(&blocks);
+    return front == NULL ? NULL : PyBool_FromLong(started);
+}
+
+static PyObject *front_stop(PyObject *module, PyObject *argument)
+{
+    (void)module;
+    struct front *front = front_argument((int)PyLong_AsLong(argument));
+    if (front == NULL)
+        return NULL;
+    pthread_mutex_lock(&front->mutex);
+    front->on = 0;
     pthread_mutex_unlock(&front->mutex);
     Py_RETURN_NONE;
 }
 
-/* Integers as a list, which takes the place of NULL elsewhere too: NULL if there is no memory. */
-static PyObject *list_of(const uint64_t *words, size_t count)
-{
-    PyObject *list = PyList_New((Py_ssize_t)count);
-    for (size_t at = 0; list != NULL && at < count; at++) {
-        PyObject *word = PyLong_FromUnsignedLongLong(words[at]);
-        if (word == NULL)
-            Py_CLEAR(list);
-        else
-            PyList_SET_ITEM(list, (Py_ssize_t)at, word);
-    }
-    return list;
-}
-
-static void count_words(const struct front *front, size_t counts[3])
-{
-    counts[0] = 2 * (size_t)front->rows;
-    counts[1] = front->held_blocks;
-    counts[2] = 2 * front->changed_blocks;
-}
-
-/* Take out: all rows; (address, requested bytes) of all blocks whose request has changed; addresses
- * of held blocks, until they have `nbytes` in all or no block of at least `least` bytes is held, those
- * of most bytes (by their log2) first. The arrays are large enough. */
-static void take_out(struct front *front, uint64_t nbytes, uint64_t least, uint64_t *words[3])
-{
-    memcpy(words[0], front->log, 2 * sizeof(uint64_t) * front->rows);
-    words[0] += 2 * front->rows;
-    front->rows = 0;
-    while (front->first[CHANGED_LIST] != 0) {
-        uint32_t index = front->first[CHANGED_LIST];
-        *words[2]++ = front->blocks[index - 1].address;
-        *words[2]++ = front->blocks[index - 1].requested;
-        forget_change(front, index);
-    }
-    uint64_t given = 0;
-    for (int list = HELD_LISTS - 1; list >= 0 && (uint64_t)1 << list >= least; list--) {
-        uint32_t index;
-        while (given < nbytes && (index = front->first[list]) != 0) {
-            struct block *block = &front->blocks[index - 1];
-            *words[1]++ = block->address;
-            given += block->class_bytes;
-            take_top(front, place_of_class(front, block->class_bytes, block->stream));
-            forget_block(front, index);
-        }
-    }
-    if (front->held_blocks == 0)
-        front->full = 0;
-}
-
-static PyObject *front_switch(PyObject *module, PyObject *arguments)
+/* The front is off, so its blocks stay as they are while the GIL is held. */
+static PyObject *front_blocks(PyObject *module, PyObject *argument)
 {
     (void)module;
-    int device, on;
-    unsigned long long nbytes, least;
-    PyObject *into;
-    if (!PyArg_ParseTuple(arguments, "ipKKO!:front_switch", &device, &on, &nbytes, &least,
-                          &PyList_Type, &into))
-        return NULL;
-    struct front *front = front_argument(device);
+    struct front *front = front_argument((int)PyLong_AsLong(argument));
     if (front == NULL)
         return NULL;
-    uint64_t *words[3] = {NULL, NULL, NULL};
-    size_t counts[3], room[3] = {0, 0, 0};
-    PyObject *lists[3] = {NULL, NULL, NULL}, *entry = NULL;
-    for (;;) { /* until the arrays are large enough: others may add to the front meanwhile */
-        pthread_mutex_lock(&front->mutex);
-        count_words(front, counts);
-        int enough = front->log != NULL;
-        for (int at = 0; at < 3; at++)
-            enough &= words[at] != NULL && counts[at] <= room[at];
-        if (enough) {
-            uint64_t *ends[3] = {words[0], words[1], words[2]};
-            take_out(front, nbytes, least, ends);
-            for (int at = 0; at < 3; at++)
-                counts[at] = (size_t)(ends[at] - words[at]);
-            front->on = on;
-        }
-        pthread_mutex_unlock(&front->mutex);
-        if (enough)
-            break;
-        for (int at = 0; at < 3; at++) {
-            free(words[at]);
-            room[at] = 2 * counts[at] + 64;
-            words[at] = malloc(room[at] * sizeof *words[at]);
-        }
-        if (front->log == NULL || !words[0] || !words[1] || !words[2]) {
-            PyErr_NoMemory();
-            goto end;
-        }
-    }
-    /* From here on failing would lose blocks. It can fail only for want of memory for small ints. */
-    for (int at = 0; at < 3; at++)
-        lists[at] = list_of(words[at], counts[at]);
-    if (lists[0] != NULL && lists[1] != NULL && lists[2] != NULL)
-        entry = PyTuple_Pack(3, lists[0], lists[1], lists[2]);
-    if (entry != NULL && PyList_Append(into, entry) < 0)
-        Py_CLEAR(entry);
-end:
-    for (int at = 0; at < 3; at++) {
-        free(words[at]);
-        Py_XDECREF(lists[at]);
-    }
-    if (entry == NULL)
+    pthread_mutex_lock(&front->mutex);
+    size_t count = 0;
+    int on = front->on;
+    for (uint32_t at = 0; at < front->capacity; at++)
+        count += front->blocks[at].size > 0;
+    pthread_mutex_unlock(&front->mutex);
+    if (on) {
+        PyErr_SetString(PyExc_RuntimeError, "the front is on");
         return NULL;
-    Py_DECREF(entry);
-    Py_RETURN_NONE;
+    }
+    PyObject *bytes =
+        PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * WORDS_OF_A_BLOCK * sizeof(uint64_t)));
+    if (bytes == NULL)
+        return NULL;
+    uint64_t *words = (uint64_t *)(void *)PyBytes_AS_STRING(bytes);
+    for (uint32_t at = 0; at < front->capacity; at++) {
+        for (uint32_t index = front->blocks[at].first ? at + 1 : 0; index != 0;) {
+            const struct block *block = &front->blocks[index - 1];
+            *words++ = block->address;
+            *words++ = block->size;
+            *words++ = block->requested;
+            *words++ = (uint64_t)block->home << HOME_SHIFT | (block->first ? FIRST_BLOCK : 0u) |
+                       block->state;
+            index = block->after;
+        }
+    }
+    return bytes;
 }
 
 static PyObject *front_read_log(PyObject *module, PyObject *arguments)
 {
     (void)module;
-    int device;
-    PyObject *into;
-    if (!PyArg_ParseTuple(arguments, "iO!:front_read_log", &device, &PyList_Type, &into))
+    int device, everything;
+    if (!PyArg_ParseTuple(arguments, "ip:front_read_log", &device, &everything))
         return NULL;
     struct front *front = front_argument(device);
     if (front == NULL)
         return NULL;
     pthread_mutex_lock(&front->mutex);
-    uint32_t rows = front->rows;
-    int full = front->full;
+    uint32_t rows = everything || front->rows > LOG_ROWS / 2 ? front->rows : 0;
     pthread_mutex_unlock(&front->mutex);
-    if (rows > 0) {
-        uint64_t *words = malloc(2 * sizeof *words * rows);
-        if (words == NULL)
-            return PyErr_NoMemory();
-        pthread_mutex_lock(&front->mutex);
-        if (front->rows < rows) /* somebody else has read some */
-            rows = front->rows;
-        memcpy(words, front->log, 2 * sizeof *words * rows);
-        memmove(front->log, front->log + rows, (front->rows - rows) * sizeof *front->log);
-        front->rows -= rows;
-        pthread_mutex_unlock(&front->mutex);
-        PyObject *list = list_of(words, 2 * (size_t)rows);
-        free(words);
-        PyObject *entry = list == NULL ? NULL : Py_BuildValue("(N[][])", list);
-        if (entry == NULL || PyList_Append(into, entry) < 0) {
-            Py_XDECREF(entry);
-            return NULL;
-        }
-        Py_DECREF(entry);
-    }
-    return PyBool_FromLong(full);
-}
-
-static PyObject *front_lend(PyObject *module, PyObject *arguments)
-{
-    (void)module;
-    int device, part;
-    unsigned long long address, nbytes, stream, head;
-    if (!PyArg_ParseTuple(arguments, "iKKKKp:front_lend", &device, &address, &nbytes, &stream,
-                          &head, &part))
-        return NULL;
-    struct front *front = front_argument(device);
-    if (front == NULL)
-        return NULL;
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(rows * sizeof *front->log));
+    if (bytes == NULL || rows == 0)
+        return bytes;
+    /* Only those, in case that others come meanwhile. (The GIL is held: nobody else reads any.) */
     pthread_mutex_lock(&front->mutex);
-    uint32_t known = front->by_address.used == 0
-                         ? 0
-                         : front->by_address.places[place_of_address(front, address)];
-    int held = known != 0 && front->blocks[known - 1].state == HELD;
-    if (known != 0 && !held)
-        forget_block(front, known); /* of a call that was interrupted: Python knows better */
-    if (!held && front->log != NULL && reserve(front, &front->by_address)) {
-        uint32_t index = new_block(front);
-        if (index != 0) {
-            front->blocks[index - 1] = (struct block){
-                .address = address,
-                .stream = stream,
-                .class_bytes = (nbytes + front->unit - 1) / front->unit * front->unit,
-                .head = head,
-                .requested = nbytes,
-                .state = LENT,
-                .part = (uint8_t)part,
-            };
-            front->by_address.places[place_of_address(front, address)] = index;
-            front->by_address.used++;
-        }
-    }
+    memcpy(PyBytes_AS_STRING(bytes), front->log, rows * sizeof *front->log);
+    memmove(front->log, front->log + rows, (front->rows - rows) * sizeof *front->log);
+    front->rows -= rows;
     pthread_mutex_unlock(&front->mutex);
-    if (held) {
-        PyErr_Format(PyExc_RuntimeError, "the front holds a block at 0x%llx already", address);
-        return NULL;
-    }
-    Py_RETURN_NONE; /* without memory for the entry too: then Python frees the block */
+    return bytes;
 }
 
-/* Exclude one block, or with `all` set every block of a stream, from being held. Whether the block
- * is known. */
-static PyObject *front_exclude(PyObject *module, PyObject *arguments)
-{
-    (void)module;
-    int device, all;
-    unsigned long long which;
-    if (!PyArg_ParseTuple(arguments, "iKp:front_exclude", &device, &which, &all))
-        return NULL;
-    struct front *front = front_argument(device);
-    if (front == NULL)
-        return NULL;
-    int known = 0;
-    pthread_mutex_lock(&front->mutex);
-    if (!all && front->by_address.used > 0) {
-        uint32_t index = front->by_address.places[place_of_address(front, which)];
-        known = index != 0;
-        if (known)
-            front->blocks[index - 1].excluded = 1;
-    }
-    for (uint32_t at = 0; all && at < front->capacity; at++)
-        if (front->blocks[at].state == LENT && front->blocks[at].stream == which)
-            front->blocks[at].excluded = 1;
-    pthread_mutex_unlock(&front->mutex);
-    return PyBool_FromLong(known);
-}
-
-static PyObject *front_counts(PyObject *module, PyObject *arguments)
+static PyObject *front_malloc(PyObject *module, PyObject *arguments)
 {
     (void)module;
     int device;
-    if (!PyArg_ParseTuple(arguments, "i:front_counts", &device))
+    unsigned long long nbytes, size, pool, stream;
+    if (!PyArg_ParseTuple(arguments, "iKKKK:front_malloc", &device, &nbytes, &size, &pool, &stream))
+        return NULL;
+    struct front *front = front_argument(device);
+    if (front == NULL)
+        return NULL;
+    void *address = NULL;
+    pthread_mutex_lock(&front->mutex);
+    if (is_ready(front)) {
+        uint64_t request = nbytes / front->unit + (nbytes % front->unit != 0);
+        if (find(front, &front->by_request, request) == 0 &&
+            reserve(front, &front->by_request, 1)) {
+            if (front->by_request.used == MAX_PLANS)
+                empty_table(&front->by_request);
+            uint32_t index = (uint32_t)front->by_request.used + 1;
+            front->plans[index - 1] = (struct plan){request, size, pool};
+            insert_key(front, &front->by_request, request, index);
+        }
+        address = serve(front, nbytes, size, pool, stream);
+    }
+    pthread_mutex_unlock(&front->mutex);
+    return PyLong_FromVoidPtr(address);
+}
+
+static PyObject *front_free(PyObject *module, PyObject *arguments)
+{
+    (void)module;
+    int device;
+    unsigned long long address;
+    if (!PyArg_ParseTuple(arguments, "iK:front_free", &device, &address))
         return NULL;
     struct front *front = front_argument(device);
     if (front == NULL)
         return NULL;
     pthread_mutex_lock(&front->mutex);
-    unsigned long long known = front->by_address.used, classes = front->by_class.used;
-    unsigned long long held = front->held_blocks, bytes = front->held_bytes;
+    int done = release(front, address);
     pthread_mutex_unlock(&front->mutex);
-    return Py_BuildValue("(KKKK)", known, held, bytes, classes);
+    return PyBool_FromLong(done);
+}
+
+/* Another stream uses a block: Python must free it. Returns the stream that owns it, or None. */
+static PyObject *front_share(PyObject *module, PyObject *arguments)
+{
+    (void)module;
+    int device;
+    unsigned long long address, stream, owner = 0;
+    if (!PyArg_ParseTuple(arguments, "iKK:front_share", &device, &address, &stream))
+        return NULL;
+    struct front *front = front_argument(device);
+    if (front == NULL)
+        return NULL;
+    pthread_mutex_lock(&front->mutex);
+    uint32_t index = front->on ? find(front, &front->by_address, address) : 0;
+    int state = index != 0 ? front->blocks[index - 1].state : KEPT_BLOCK;
+    int known = state == LENT_BLOCK || state == SHARED_BLOCK;
+    if (known) {
+        owner = front->homes[front->blocks[index - 1].home].stream;
+        if (owner != stream)
+            front->blocks[index - 1].state = SHARED_BLOCK;
+    }
+    pthread_mutex_unlock(&front->mutex);
+    if (!known)
+        Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(owner);
+}
+
+static PyObject *front_counts(PyObject *module, PyObject *argument)
+{
+    (void)module;
+    struct front *front = front_argument((int)PyLong_AsLong(argument));
+    if (front == NULL)
+        return NULL;
+    pthread_mutex_lock(&front->mutex);
+    unsigned long long on = (unsigned long long)front->on, used = front->by_address.used;
+    unsigned long long plans = front->by_request.used;
+    pthread_mutex_unlock(&front->mutex);
+    return Py_BuildValue("(KKK)", on, used, plans);
 }
 
 /* What PyTorch calls: see torch/csrc/cuda/CUDAPluggableAllocator.h. A stream is a pointer there. */
@@ -778,22 +931,22 @@ static PyMethodDef methods[] = {
      "connect(main_thread, malloc, free, record_stream, reset): the addresses of four C functions, "
      "once. Threads are named as by threading.get_ident."},
     {"front_open", front_open, METH_VARARGS,
-     "front_open(device, unit, zero_is_null, max_bytes, max_blocks): set the front of a device up. It "
-     "is off."},
-    {"front_switch", front_switch, METH_VARARGS,
-     "front_switch(device, on, nbytes, least, into): give up held blocks of at least `least` bytes, "
-     "large ones first, until they have `nbytes` in all; hold from now on or no more; append (words of "
-     "rows, addresses, (address, bytes) of changed requests) to the list."},
+     "front_open(device, unit, zero_is_null): set the front of a device up. It is off."},
+    {"front_start", front_start, METH_VARARGS,
+     "front_start(device, rule, homes, blocks): serve these blocks from now on; whether it does."},
+    {"front_stop", front_stop, METH_O, "front_stop(device): serve nothing from now on."},
+    {"front_blocks", front_blocks, METH_O,
+     "front_blocks(device): all blocks of a front that is off, each as in front_start."},
     {"front_read_log", front_read_log, METH_VARARGS,
-     "front_read_log(device, into): append (words of rows, [], []) if there are any; whether blocks "
-     "were refused because the bounds are reached."},
-    {"front_lend", front_lend, METH_VARARGS,
-     "front_lend(device, address, nbytes, stream, head, part): a block that PyTorch gets now."},
-    {"front_exclude", front_exclude, METH_VARARGS,
-     "front_exclude(device, address, False), or (device, stream, True): do not hold what is lent; "
-     "whether a block is known at the address."},
-    {"front_counts", front_counts, METH_VARARGS,
-     "front_counts(device): blocks known, blocks held, bytes held, classes."},
+     "front_read_log(device, everything): the rows since it was read last, if there are many."},
+    {"front_malloc", front_malloc, METH_VARARGS,
+     "front_malloc(device, nbytes, size, pool, stream): an address, or 0. The size and the pool are "
+     "remembered for such requests."},
+    {"front_free", front_free, METH_VARARGS, "front_free(device, address): whether it is freed."},
+    {"front_share", front_share, METH_VARARGS,
+     "front_share(device, address, stream): `stream` uses a block too; the owner's stream, or None "
+     "if no block is lent there."},
+    {"front_counts", front_counts, METH_O, "front_counts(device): on, blocks in use, plans."},
     {"disconnect", disconnect, METH_NOARGS, "From now on the C functions return NULL at once."},
     {NULL, NULL, 0, NULL},
 };

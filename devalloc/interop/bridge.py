@@ -25,10 +25,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from devalloc.errors import DevallocError
 
 if TYPE_CHECKING:
-    from devalloc.cache.cache import FrontEntry
+    from devalloc.cache.policy import FrontRule
 
-_FRONT_BLOCKS = 8192
-_ALL = 1 << 62
 _MODULES: dict[str, ModuleType] = {}
 
 
@@ -98,7 +96,7 @@ def connect(
 
 
 class Front:
-    """The front cache of one device, in the C functions of one purpose: see `cache.Front`.
+    """The front of one device, in the C functions of one purpose: see `devalloc.cache.front`.
 
     Parameters
     ----------
@@ -107,42 +105,38 @@ class Front:
     device : int
         The index by which the C functions are called; less than 64.
     unit : int
-        Bytes: requests that are equal when rounded up to this share blocks.
+        Bytes: requests that are equal when rounded up to this have blocks of the same size.
     zero_is_null : bool
         Whether a request for no bytes is answered with NULL at once, also while the front is off.
-    max_bytes, max_blocks : int
-        How much is held at most. When a free exceeds it, everything is given up.
     """
 
-    def __init__(
-        self,
-        purpose: str,
-        device: int,
-        unit: int,
-        zero_is_null: bool,
-        max_bytes: int = _ALL,
-        max_blocks: int = _FRONT_BLOCKS,
-    ) -> None:
+    def __init__(self, purpose: str, device: int, unit: int, zero_is_null: bool) -> None:
         self._module = _MODULES[purpose]
         self._device = device
-        self._module.front_open(device, unit, zero_is_null, max_bytes, max_blocks)
+        self._module.front_open(device, unit, zero_is_null)
 
-    def switch(self, on: bool, into: list[FrontEntry], nbytes: int = _ALL, least: int = 0) -> None:
-        self._module.front_switch(self._device, on, nbytes, least, into)
+    def start(self, rule: FrontRule, homes: bytes, blocks: bytes) -> bool:
+        return self._module.front_start(self._device, tuple(rule), homes, blocks)
 
-    def read_log(self, into: list[FrontEntry]) -> bool:
-        return self._module.front_read_log(self._device, into)
+    def stop(self) -> None:
+        self._module.front_stop(self._device)
 
-    def lend(self, address: int, nbytes: int, stream: int, head: int, part: bool) -> None:
-        self._module.front_lend(self._device, address, nbytes, stream, head, part)
+    def blocks(self) -> bytes:
+        return self._module.front_blocks(self._device)
 
-    def forget(self, address: int) -> bool:
-        return self._module.front_exclude(self._device, address, False)
+    def read_log(self, everything: bool) -> bytes:
+        return self._module.front_read_log(self._device, everything)
 
-    def forget_stream(self, stream: int) -> None:
-        self._module.front_exclude(self._device, stream, True)
+    def malloc(self, nbytes: int, size: int, index: int, stream: int) -> int:
+        return self._module.front_malloc(self._device, nbytes, size, index, stream)
+
+    def free(self, address: int) -> bool:
+        return self._module.front_free(self._device, address)
+
+    def share(self, address: int, stream: int) -> int | None:
+        return self._module.front_share(self._device, address, stream)
 
     def counts(self) -> dict[str, int]:
-        """For tests: blocks that are known, held blocks, their bytes, and their classes."""
-        names = ("known", "held", "held_bytes", "classes")
+        """For tests: whether it serves, the blocks in use, and the plans that it knows."""
+        names = ("on", "used", "plans")
         return dict(zip(names, self._module.front_counts(self._device), strict=True))

@@ -1,7 +1,7 @@
 """An arena as PyTorch's CUDA allocator for the whole process: what `devalloc.Arena.install` does.
 
-PyTorch then calls for every tensor and does not cache: the arena does. Blocks that PyTorch freed
-are kept in C and handed out again without Python (`bridge.Front`); other calls enter Python.
+PyTorch then calls for every tensor and does not cache: the arena does. While nothing unusual is
+going on, a front (`bridge.Front`) serves from C; other calls enter Python.
 PyTorch holds no lock of its own while it calls, so a callback may wait for the cache's lock, and
 the cache notes a free that interrupts it. The allocator cannot be changed back, and the callbacks
 live as long as the process.
@@ -65,7 +65,7 @@ def _cache_of(device: int) -> Cache:
 def _allocate(nbytes: int, device: int, stream: int) -> int:
     """For PyTorch: an address, or 0. Never raises."""
     try:
-        return _cache_of(device).lend(nbytes, stream)
+        return _cache_of(device).serve(nbytes, stream)
     except BaseException as error:
         _warn(error)
         return 0
@@ -75,7 +75,7 @@ def _free(address: int, nbytes: int, device: int, stream: int) -> None:
     """For PyTorch: give memory back. Never raises."""
     try:
         if address != 0:
-            _cache_of(device).take_back(address, nbytes)
+            _cache_of(device).take_back(address)
     except BaseException as error:
         _warn(error)
 
@@ -83,8 +83,11 @@ def _free(address: int, nbytes: int, device: int, stream: int) -> None:
 def _record_stream(address: int, stream: int) -> None:
     """For ``Tensor.record_stream``. Never raises."""
     try:
-        for cache in _INSTALLED.caches.values():
-            if address != 0 and cache.owns(address):
+        caches = _INSTALLED.caches.values()
+        if address == 0 or any(cache.share_by_front(address, stream) for cache in caches):
+            return
+        for cache in caches:
+            if cache.owns(address):
                 cache.record_stream(address, stream)
     except BaseException as error:
         _warn(error)
@@ -150,20 +153,16 @@ def require_unserved(place: torch.device) -> None:
         raise InvalidArgument(f"an arena is installed for {place} already")
 
 
-def serve(cache: Cache, owner: object, front_bytes: int | None = None) -> None:
+def serve(cache: Cache, owner: object, front: bool = True) -> None:
     """Serve PyTorch's requests on the cache's device from the cache until the process ends.
 
-    ``owner`` is kept alive as long. ``front_bytes``: how much the front may hold; None for any
-    amount, 0 for no front.
+    ``owner`` is kept alive as long. ``front``: whether a front serves what it can.
     """
     require_unserved(cache.source.device)
     index = cache.source.device.index
-    if front_bytes != 0 and not cache.policy.careful:
+    policy = cache.policy
+    if front and policy.front_rule is not None:
         functions()  # or the front has nothing to be a part of
-        bounds = {} if front_bytes is None else {"max_bytes": front_bytes}
-        policy = cache.policy
-        cache.attach_front(
-            bridge.Front("install", index, policy.unit, policy.zero_is_null, **bounds)
-        )
+        cache.attach_front(bridge.Front("install", index, policy.unit, policy.zero_is_null))
     _INSTALLED.owners.append(owner)
     _INSTALLED.caches[index] = cache
