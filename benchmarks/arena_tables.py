@@ -1,7 +1,8 @@
-"""The rows of ``bench_arena`` as tables for docs/host.md."""
+"""The rows of ``bench_arena`` as tables for docs/host.md and docs/host-cache.md."""
 
 from __future__ import annotations
 
+from benchmarks.arena_scale import CASES
 from benchmarks.comparison import number, show
 from benchmarks.tables import table
 from devalloc.sizes import format_size
@@ -85,6 +86,28 @@ def parts_table(rows: Rows) -> str:
     order = sorted(found, key=[*PARTS, *found].index)
     body = [(PARTS[name], _spread(found[name])) for name in order]
     return table(("part", "us"), 1, body)
+
+
+def scale_table(rows: Rows, before: Rows) -> str:
+    """One line for each case and count. ``before``: rows of an earlier commit, for comparison."""
+    first, old = rows[0], before[0]
+    earlier = {row["row"]: row for row in before}
+    body, begin = [], 0.0
+    for row in rows:
+        case = CASES[row["row"].removeprefix("scale-").rpartition("-")[0]]
+        median, count = number(row["median"]), int(row["n"])
+        begin = median if count == case.counts[0] else begin
+        was = show(number(earlier[row["row"]]["median"])) if row["row"] in earlier else ""
+        beside = f"{count:,} {case.beside}"
+        body.append((case.operation, beside, was, _spread(row), f"{median / begin:.2f}"))
+    about = (
+        f"{first['gpu']} (no GPU), Python {first['python']}, commit {first['commit']}, "
+        f"{first['date'][:10]}; *before*: commit {old['commit']}. Medians of up to "
+        f"{first['rounds']} rounds; in brackets the 20th and 80th percentiles. *Growth*: over the "
+        "first line of the operation."
+    )
+    head = ("operation", "beside", "before, us", "us", "growth")
+    return "\n\n".join((about, table(head, 2, body)))
 
 
 def blocks(rows: Rows) -> dict[str, str]:

@@ -3,16 +3,22 @@
     devalloc bench arena                   # rows go to benchmarks/results/arena/
     devalloc bench arena --only pairs      # without the training runs
     devalloc bench arena --device cpu      # tiny; `use` needs a GPU and is left out
+    devalloc bench arena --only scale      # any number of blocks; rows go to arena/scale/
 
 Names of rows: ``training-4x256``: layers and width; ``one-16384``: a pattern of `arena_pairs` and
 the bytes of its largest tensor; ``part-...``: a piece of the shortest way, alone. Both allocators
 take turns in one process, and ``ratio`` is ours over PyTorch's, turn by turn.
+
+``scale-free-1000000``: a case of `arena_scale` and how many blocks there are. These need no GPU and
+are measured when asked for; ``gpu`` names the processor.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +36,12 @@ if TYPE_CHECKING:
 FOLDER = RESULTS / "arena"
 """Apart from the rows of the heap: the newest of those is what the tables show."""
 
+SCALE_FOLDER = FOLDER / "scale"
+SCALE_BEFORE = SCALE_FOLDER / "2026-11-24-amd-epyc-3ced297fb4.csv"
+"""Rows of the last commit at which the cache kept free blocks in plain lists."""
+
 PARTS = ("training", "pairs", "parts")
+SCALE = "scale"
 PAIR_TURNS = 2000
 
 
@@ -92,14 +103,37 @@ def part_rows(device: torch.device, rounds: int, turns: int) -> Iterator[dict[st
             yield columns(f"part-{name}", "part", "devalloc", 0, turns, samples)
 
 
+def processor() -> str:
+    """The name of the processor, as far as the system tells."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def scale_rows(rounds: int, largest: int | None) -> Iterator[dict[str, object]]:
+    """What operations cost beside few and beside very many blocks."""
+    from benchmarks import arena_scale
+
+    for case, count, samples in arena_scale.rows(rounds, largest):
+        row = columns(f"scale-{case}-{count}", SCALE, "devalloc", 0, count, samples)
+        yield {**row, "gpu": processor()}
+
+
 @click.command("arena")
 @click.option("--out", type=click.Path(path_type=Path), default=FOLDER, help="Folder of results.")
-@click.option("--only", type=click.Choice(PARTS), multiple=True, help="[everything]")
+@click.option("--only", type=click.Choice((*PARTS, SCALE)), multiple=True, help="[all but scale]")
 @click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
 @click.option("--turns", type=click.IntRange(1), default=PAIR_TURNS, show_default=True)
+@click.option("--blocks", type=click.IntRange(100), help="Scale: at most so many. [a million]")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
-def main(out: Path, only: tuple[str, ...], rounds: int, turns: int, device: str) -> None:
+def main(
+    out: Path, only: tuple[str, ...], rounds: int, turns: int, blocks: int | None, device: str
+) -> None:
     """Measure arenas: training inside one, and tensors from one, beside PyTorch's allocator."""
+    if only == (SCALE,):
+        device = "cpu"
     require_device(device)
     # cuBLAS reads it when it starts; without it sums have no fixed order.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -109,19 +143,22 @@ def main(out: Path, only: tuple[str, ...], rounds: int, turns: int, device: str)
 
     place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     source = provenance(place, seed=0, heap_bytes=0)
-    file = RowFile(out)
+    here, beside_many = RowFile(out), RowFile(out / SCALE)
     console = Console(highlight=False, soft_wrap=True)
     chosen = only or PARTS
     try:
-        for kind in PARTS:
+        for kind in (*PARTS, SCALE):
             if kind not in chosen:
                 continue
+            file = beside_many if kind == SCALE else here
             if kind == "training":
                 rows = training_rows(place, rounds)
             elif kind == "pairs":
                 rows = pair_rows(place, rounds, turns)
-            else:
+            elif kind == "parts":
                 rows = part_rows(place, rounds, turns)
+            else:
+                rows = scale_rows(rounds, blocks)
             for row in rows:
                 file.write({**source, **row})
                 spread = f"{float(str(row['p20'])):.4g} to {float(str(row['p80'])):.4g}"
@@ -131,7 +168,9 @@ def main(out: Path, only: tuple[str, ...], rounds: int, turns: int, device: str)
                 )
     except WrongResult as error:
         raise click.ClickException(str(error)) from error
-    console.print(f"rows: {file.path}")
+    for file in (here, beside_many):
+        if file.path is not None:
+            console.print(f"rows: {file.path}")
 
 
 if __name__ == "__main__":

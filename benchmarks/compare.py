@@ -31,6 +31,7 @@ from benchmarks.results import RESULTS, ROOT, newest, read_rows
 DOCUMENT = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
 HOST = ROOT / "docs" / "host.md"
+HOST_CACHE = ROOT / "docs" / "host-cache.md"
 DEBUG = ROOT / "docs" / "debug.md"
 REGIONS = ROOT / "docs" / "regions.md"
 USES = ROOT / "docs" / "uses.md"
@@ -84,6 +85,13 @@ def write_host_document(document: Path = HOST) -> None:
     blocks["replay"] = replay_tables.tables_of(replay_tables.replay_all())
     for name, text in blocks.items():
         tables.write_block(document, name, text)
+
+
+def write_cache_document(document: Path = HOST_CACHE) -> None:
+    """The newest rows of ``bench_arena --only scale`` into ``document``."""
+    rows = read_rows(newest(bench_arena.SCALE_FOLDER))
+    text = arena_tables.scale_table(rows, read_rows(bench_arena.SCALE_BEFORE))
+    tables.write_block(document, "scale", text)
 
 
 def write_debug_document(document: Path = DEBUG) -> None:
@@ -141,6 +149,8 @@ def main(files: tuple[Path, ...], write_docs: bool, width: tuple[int, int] | Non
         with suppress(FileNotFoundError):
             write_regions_document()
             click.echo(f"wrote {REGIONS}")
+        write_cache_document()
+        click.echo(f"wrote {HOST_CACHE}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 
 import devalloc
-from benchmarks import arena_pairs, arena_training, bench_arena
+from benchmarks import arena_pairs, arena_scale, arena_training, bench_arena
 from benchmarks.arena_training import TINY, ArenaPlace, PytorchPlace
 from benchmarks.harness import WrongResult
 from benchmarks.results import read_rows
@@ -143,3 +143,28 @@ def test_on_the_gpu_training_inside_an_arena_is_the_same(monkeypatch: pytest.Mon
     found = dict(arena_training.compare(TINY, device, [PytorchPlace, ArenaPlace], rounds=1))
     segments = {each.op: each.values for each in found["devalloc"]}
     assert segments["segments"][0] > 0
+
+
+def test_scale_rows_need_no_gpu_and_lie_apart(tmp_path: Path) -> None:
+    options = ["--only", "scale", "--rounds", "2", "--blocks", "200", "--out", str(tmp_path)]
+    done = CliRunner().invoke(bench_arena.main, options)
+    assert done.exit_code == 0, done.output
+    assert not list(tmp_path.glob("*.csv"))
+    (path,) = (tmp_path / "scale").glob("*.csv")
+    rows = read_rows(path)
+    assert {row["pattern"] for row in rows} == {"scale"}
+    assert {int(row["n"]) for row in rows} == {100, 200}
+    assert {row["row"].split("-", 1)[1].rpartition("-")[0] for row in rows} == set(
+        arena_scale.CASES
+    )
+    assert all(float(row["median"]) > 0 and row["gpu"] != "interpreter" for row in rows)
+
+
+def test_a_cache_that_fails_its_audit_is_noticed() -> None:
+    def torn(count: int) -> arena_scale.Timed:
+        timed = arena_scale.CASES["same-size"].make(count)
+        timed.cache._store.reserved += 1
+        return timed
+
+    with pytest.raises(WrongResult, match="C3"):
+        arena_scale.measure(arena_scale.CASES["free"]._replace(make=torn), 100, 1)

@@ -325,8 +325,9 @@ class Pool:
 
     def idle(self) -> SortedSet[tuple[int, ...]]:
         """(size, stream, address) of the idle segments; `idle_at` gives the segment."""
-        while self.touched:
-            segment = self.touched.pop()
+        # (Not `pop`, which searches the whole table of a set that once was large.)
+        touched, self.touched = self.touched, set()
+        for segment in touched:
             self._forget_idle(segment)
             if segment.idle:
                 place = (segment.size, segment.first.home.stream, segment.address)

@@ -119,7 +119,7 @@ def test_an_operation_costs_no_more_beside_many(
 
 def test_sizes_that_are_gone_leave_nothing() -> None:
     cache = Cache(NumberSource(), "auto_growth")
-    for at in range(3000):
+    for at in range(50_000):
         cache.free(cache.malloc(256 * (at + 1)))
     cache.empty_cache()
     rng = random.Random(1)
@@ -135,12 +135,21 @@ def test_sizes_that_are_gone_leave_nothing() -> None:
 
 def test_streams_that_are_gone_leave_nothing() -> None:
     cache = Cache(NumberSource(), "torch")
-    for stream in range(500):
+    for stream in range(20_000):
         cache.free(cache.malloc(512, stream))
         cache.free(cache.malloc(30 * MIB, stream))
     cache.audit()
     cache.empty_cache()
     assert not any(pool.lists for pool in cache._store.all_pools())
+
+
+def test_many_segments_that_were_idle_leave_no_large_table() -> None:
+    """`set.pop` would search the table of a set that was large, again and again."""
+    cache = idle(FrugalPolicy(), MANY)
+    pool = cache._store.default.pools[1]
+    pool.idle()
+    assert not pool.touched
+    assert sys.getsizeof(pool.touched) == sys.getsizeof(set())
 
 
 def seconds(operation: Callable[[], object], times: int) -> float:
