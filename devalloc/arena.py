@@ -466,7 +466,7 @@ class Arena(RegionMethods, Owner):
         handle = stream if isinstance(stream, int) else self._handle(stream)
         address, claim = self._place_of(what, "record_stream")
         if address:
-            if refusal := self._cache.refusal_at(address):
+            if refusal := self._cache.private.refusal_at(address):
                 raise InvalidArgument(f"cannot record a stream: {refusal}")
             self._cache.record_stream(address, resolve_stream(handle, self.device), claim)
 
@@ -727,7 +727,7 @@ class _ArenaSource:
 
     def refusal_at(self, address: int) -> str:
         """Why the memory cannot be used now; empty if it can."""
-        return self._arena._cache.refusal_at(address)
+        return self._arena._cache.private.refusal_at(address)
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
         arena = self._arena
@@ -736,7 +736,7 @@ class _ArenaSource:
         # A heap takes its data first. What comes then says what is allocated, and without that the
         # heap would be lost: it is backed up whatever the region does with contents.
         if self._has_data and arena._regions.region_at(address) is not None:
-            arena._cache.set_rule(address, "backup")
+            arena._cache.private.set_rule(address, "backup")
         self._has_data = True
         return address
 

@@ -1,8 +1,9 @@
-"""docs/host.md: its numbers come from the rows, and the tests that it names exist."""
+"""docs/host.md and docs/host-cache.md: numbers come from rows; the tests that are named exist."""
 
 from __future__ import annotations
 
 import ast
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -10,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import arena_tables, bench_arena
-from benchmarks.compare import HOST
+from benchmarks.arena_scale import CASES
+from benchmarks.compare import HOST, HOST_CACHE
 from benchmarks.results import newest, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = HOST.read_text()
 ROWS = read_rows(newest(bench_arena.FOLDER))
+SCALE_ROWS = read_rows(newest(bench_arena.SCALE_FOLDER))
 
 LETTERS = dict(re.findall(r"^- ([A-Z]): `(tests/[\w/.]+)`$", TEXT, re.MULTILINE))
 """What the document says its letters stand for."""
@@ -85,6 +88,29 @@ def test_the_rows_show_what_was_wanted() -> None:
     assert ratios.pop("training-4x256") <= 1.02
     assert all(ratio <= 1 for name, ratio in ratios.items() if not name.startswith("changing"))
     assert all(row["check"] == "ok" for row in ROWS)
+
+
+def test_the_table_of_scale_is_that_of_the_newest_rows() -> None:
+    before = read_rows(bench_arena.SCALE_BEFORE)
+    table = arena_tables.scale_table(SCALE_ROWS, before)
+    assert f"<!-- table:scale -->\n{table}\n<!--" in HOST_CACHE.read_text()
+
+
+def test_the_rows_of_scale_show_what_was_wanted() -> None:
+    """A pair beside a million free blocks within 4; the rest logarithmic, but for the caches of the
+    processor, for which it may take twice that."""
+    medians: dict[str, dict[int, float]] = {}
+    for row in SCALE_ROWS:
+        case = row["row"].removeprefix("scale-").rpartition("-")[0]
+        medians.setdefault(case, {})[int(row["n"])] = float(row["median"])
+    assert set(medians) == set(CASES)
+    for name, found in medians.items():
+        assert set(found) == set(CASES[name].counts)
+        few, many = min(found), max(found)
+        assert found[many] <= 2 * found[few] * math.log(many) / math.log(few), name
+    pairs = medians["same-size"]
+    assert max(pairs) == 1_000_000
+    assert max(pairs.values()) <= 4 * pairs[100]
 
 
 def test_a_part_without_words_is_an_error() -> None:

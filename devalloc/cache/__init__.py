@@ -10,9 +10,9 @@ import sys
 from devalloc.cache.bfc_policy import BfcPolicy
 from devalloc.cache.cache import Cache
 from devalloc.cache.frugal_policy import FrugalPolicy
-from devalloc.cache.graph_pools import PrivatePool
 from devalloc.cache.policies import POLICIES, AutoGrowthPolicy, TinyPolicy, make_policy
 from devalloc.cache.policy import Policy
+from devalloc.cache.private_pools import PrivatePool
 from devalloc.cache.streams import CudaStreams, Event, HostStreams, Streams
 from devalloc.cache.torch_policy import TorchPolicy
 from devalloc.errors import DevallocError

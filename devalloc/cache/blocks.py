@@ -123,7 +123,8 @@ class SortedSet(Generic[T]):
 class Segment:
     """One piece of memory from the source: ``size`` bytes at ``address``, taken for ``stream``.
 
-    ``asleep`` says that only its addresses are there, and no memory (`devalloc.cache.sleep`).
+    ``asleep`` says that only its addresses are there, and no memory (see
+    `devalloc.cache.private_pools`).
     """
 
     __slots__ = ("address", "asleep", "first", "frames", "pool", "size", "stream")

@@ -22,18 +22,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from devalloc.cache import audit, forks, history, reports, sleep
+from devalloc.cache import audit, forks, history, reports
 from devalloc.cache import statistics as rows
 from devalloc.cache.blocks import FREE, LIVE, Block, PoolSet
 from devalloc.cache.external import External
 from devalloc.cache.front import Front, Loan
-from devalloc.cache.graph_pools import PrivatePool, Route
 from devalloc.cache.policies import make_policy
 from devalloc.cache.policy import Policy
+from devalloc.cache.private_pools import PrivatePool, PrivatePools
 from devalloc.cache.reuse import Reuse
 from devalloc.cache.store import Request, Store
 from devalloc.cache.streams import CudaStreams, HostStreams, Streams
@@ -194,8 +194,7 @@ class Cache(Owner):
         self._wake.acquire()
         self._holders: list[Callable[[], object]] = []
         self._returned: deque[Freed] = deque()
-        self._routes: tuple[Route, ...] = ()
-        self._next_pool = 1
+        self.private = PrivatePools(self, self._store)
         self._plans: dict[int, tuple[int, int]] = {}
         self._attention = False
         self._loan: Loan | None = None
@@ -235,7 +234,7 @@ class Cache(Owner):
         """
         address = 0
         try:
-            routed = self._pools_for(stream) if self._routes else None
+            routed = self.private.pools_for(stream) if self.private.routes else None
             with self._lock:
                 if self._inside:
                     raise DevallocError(
@@ -305,7 +304,7 @@ class Cache(Owner):
         """
         if type(address) is not int:
             reports.require_address(address)
-        routed = self._pools_of(address) if self._routes else None
+        routed = self.private.pools_of(address) if self.private.routes else None
         with self._lock:
             if self._inside:
                 self._returned.append((address, claim, routed))
@@ -358,7 +357,7 @@ class Cache(Owner):
         That thread may be waiting for a lock of this one: the finalizer may have interrupted a call
         of another cache, or a fork.
         """
-        routed = self._pools_of(address) if self._routes else None
+        routed = self.private.pools_of(address) if self.private.routes else None
         self._returned.append((address, claim, routed))
         if self._lock.acquire(blocking=False):
             try:
@@ -392,7 +391,7 @@ class Cache(Owner):
         if store.pending.queues:
             store.pending.process_events()
             self._watch()
-        pools = self._still_there(routed)
+        pools = self.private.still_there(routed)
         if pools.refusal:
             raise InvalidArgument(pools.refusal)
         home = pools.pools[index].list_of(stream)
@@ -512,7 +511,7 @@ class Cache(Owner):
             self._repair()
         self._free_noted()
         # Others may have ended a route.
-        request.pools = self._still_there(request.pools)
+        request.pools = self.private.still_there(request.pools)
 
     def _free(self, block: Block, routed: PoolSet | None) -> None:
         """Any free, under the lock. ``routed``: the pools that its thread allocates from."""
@@ -579,15 +578,13 @@ class Cache(Owner):
 
     def _watch(self) -> None:
         store = self._store
-        if self._routes:
-            routes = tuple(route for route in self._routes if not route.ended)
-            captures = sum(route.capture for route in routes)
-            self._routes, store.captures = routes, captures
+        if self.private.routes:
+            self.private.forget_ended_routes()
         self._attention = self.reuse.closed = bool(
             store.pending
             or store.privates
             or store.closed
-            or self._routes
+            or self.private.routes
             or store.history.recording
             or self._out
             or self._torn
@@ -631,49 +628,19 @@ class Cache(Owner):
         else:
             self._store.put_back(block)  # that is all when nothing unusual is going on
 
-    # Private pools --------------------------------------------------------------------------------
+    # Private pools: see `devalloc.cache.private_pools` --------------------------------------------
 
-    def _pools_for(self, stream: int) -> PoolSet:
-        """The pools that this thread's allocations on ``stream`` come from. Not under the lock."""
-        for route in self._routes:
-            if route.accepts(stream):
-                return route.pools
-        return self._store.default
-
-    def _pools_of(self, address: int) -> PoolSet | None:
-        """`_pools_for` the stream that owns a block, which is live and this thread's to free.
-
-        None if that cannot be told now: in the middle of a call, where no filter may run.
-        """
-        block = self._store.blocks.get(address)
-        if block is None or self._lock._is_owned():  # type: ignore[attr-defined]
-            return None
-        return self._pools_for(block.home.stream)
-
-    def _still_there(self, pools: PoolSet | None) -> PoolSet:
-        store = self._store
-        if pools is None or store.privates.get(pools.owner) is not pools:
-            return store.default
-        return pools
-
-    @_entry
     def private_pool(self) -> PrivatePool:
         """A new pool for one graph, or for several that share memory."""
-        owner = (0, self._next_pool)
-        self._next_pool += 1
-        pools = PoolSet(owner)
-        pool = PrivatePool(self, pools)
-        self._store.privates[owner] = pools
-        return pool
+        return self.private.make()
 
-    @contextmanager
     def route(
         self,
         pool: PrivatePool | None,
         accepts: Callable[[int], bool] | None = None,
         *,
         capture: bool = False,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Within the block, allocations go to ``pool``, or without one to no private pool.
 
         Parameters
@@ -692,126 +659,12 @@ class Cache(Owner):
         InvalidArgument
             For a pool of another cache, or one that has been released.
         """
-        if pool is not None and not (isinstance(pool, PrivatePool) and pool.cache is self):
-            raise InvalidArgument(
-                f"a pool is one that this cache's private_pool (or its arena's graph_pool) made, "
-                f"not {pool!r}"
-            )
-        route = Route(self._store.default if pool is None else pool.pools, accepts, capture)
-        try:
-            self._begin_route(route)
-            yield
-        finally:
-            if route.begun:
-                # No call in these lines: an interruption comes before or after all of them.
-                route.ended = True
-                route.pools.uses -= 1
-                self._end_routes()
+        return self.private.route(pool, accepts, capture)
 
     @_entry
-    def _begin_route(self, route: Route) -> None:
-        pools = route.pools
-        if pools is not self._store.default:
-            self._require_used(pools)
-        routes = (route, *self._routes)
-        route.begun = True
-        pools.uses += 1
-        self._routes = routes
-
-    @_entry
-    def _end_routes(self) -> None:
-        self._watch()
-        store = self._store
-        try:
-            if not store.captures:
-                try:
-                    store.pending.record_deferred()
-                finally:
-                    if store.closed:
-                        store.release_everything()
-        finally:
-            store.release_all_unused()
-
-    def _require_used(self, pools: PoolSet) -> None:
-        if pools.uses == 0 or self._store.privates.get(pools.owner) is not pools:
-            raise InvalidArgument(f"the private pool {pools.owner} has been released before")
-
-    @_entry
-    def change_uses(self, pools: PoolSet, change: int) -> None:
-        """Count one graph more or fewer; when none is left, idle memory goes to the source."""
-        self._require_used(pools)
-        pools.uses += change
-        if pools.uses == 0:
-            self._store.release_unused(pools)
-
-    def abandon(self, pools: PoolSet) -> None:
-        """For finalizers: nobody can release the pools any more, or use them."""
-        pools.uses = 0
-        self.free_in_finalizer(0)
-
-    # Regions: see `devalloc.cache.sleep` ----------------------------------------------------------
-
-    @_entry
-    def begin_change(self, pools: PoolSet, refusal: str, *, keep_idle: bool) -> list[sleep.Content]:
-        """Refuse allocations from private pools, with this text, and tell what lives there.
-
-        Idle segments go back to the source, unless ``keep_idle``. Raises InvalidArgument during a
-        capture.
-        """
-        self._store.pending.process_events()
-        return sleep.begin(self._store, pools, refusal, keep_idle)
-
-    @_entry
-    def mark_asleep(self, pools: PoolSet, asleep: bool, refusal: str) -> None:
-        """Say whether the segments of private pools have memory, and what is refused there.
-
-        Raises OutOfMemory if the limit forbids that they have it; nothing has changed then.
-        """
-        sleep.mark(self._store, pools, asleep, refusal)
-
-    @_entry
-    def bytes_of(self, pools: PoolSet) -> int:
-        """Bytes of the segments of private pools."""
-        return sum(segment.size for segment in sleep.segments_of(self._store, pools))
-
-    def refusal_at(self, address: int) -> str:
-        """Why the memory at an address cannot be used now; empty if it can."""
-        pools = self.pools_at(address)
-        return "" if pools is None else pools.refusal
-
-    def pools_at(self, address: int) -> PoolSet | None:
-        """The private pools of the block at an address; None if there is none."""
-        block = self._store.blocks.get(address)
-        return None if block is None else self._store.privates.get(block.segment.pool.owner)
-
-    @_entry
-    def set_rule(self, address: int, rule: str, claim: int | None = None) -> None:
-        """Say what a pause does with a live block of a private pool, until it is freed.
-
-        Raises InvalidArgument if there is no such block.
-        """
-        block = self._live(address, claim)
-        self._store.privates[block.segment.pool.owner].rules[block.address] = rule
-
-    @_entry
-    def contents_of(self, pools: PoolSet) -> list[sleep.Content]:
-        """What lives in private pools."""
-        return sleep.contents(self._store, pools)
-
-    def capturing_here(self) -> bool:
-        """Whether this thread's allocations go to a pool for a capture."""
-        stream = self._store.streams.current()
-        routes = (each for each in self._routes if each.accepts(stream))
-        return next((each.capture for each in routes), False)
-
-    def pools_here(self) -> PoolSet:
-        """The pools that this thread's allocations on the current stream come from."""
-        return self._pools_for(self._store.streams.current())
-
-    @property
-    def capturing(self) -> bool:
-        """Whether a capture is under way, of any thread."""
-        return bool(self._store.captures)
+    def call(self, action: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+        """Do something of a part of the cache as an entry point."""
+        return action(*arguments, **options)
 
     # The front: see `devalloc.cache.front` --------------------------------------------------------
 
@@ -855,7 +708,7 @@ class Cache(Owner):
         return loan.is_due() and not (
             loan.out
             or self._inside
-            or self._routes
+            or self.private.routes
             or self._out
             or self._torn
             or store.captures
@@ -912,7 +765,7 @@ class Cache(Owner):
                 raise DevallocError("the cache was used from a finalizer that interrupted it")
             if not claim and self.share_by_front(address, stream):
                 return
-            block = self._live(address, claim)
+            block = self.require_live(address, claim)
             if stream != block.home.stream:
                 self._store.pending.uses.setdefault(address, set()).add(stream)
                 self._attention = self.reuse.closed = True
@@ -924,7 +777,7 @@ class Cache(Owner):
         ignored.
         """
         with self._lock:
-            self._live(address)
+            self.require_live(address)
             uses = self._store.pending.uses
             users = uses.get(address, set())
             users.discard(stream)
@@ -960,7 +813,7 @@ class Cache(Owner):
         Finalizers that interrupt this cache may call it too.
         """
         with self._lock:
-            owner = self._live(address).home.stream
+            owner = self.require_live(address).home.stream
             if stream != owner:
                 self._store.order(owner, stream)
 
@@ -1148,7 +1001,7 @@ class Cache(Owner):
     def size_of(self, address: int) -> int:
         """Usable bytes of the allocation at ``address``; InvalidArgument if there is none."""
         with self._lock:
-            return self._live(address).size
+            return self.require_live(address).size
 
     def _look(self) -> None:
         """Have the blocks up to date, under the lock. In the midst of a call they are."""
@@ -1159,7 +1012,8 @@ class Cache(Owner):
     def _update(self) -> None:
         """Every entry point does it."""
 
-    def _live(self, address: int, claim: int | None = None) -> Block:
+    def require_live(self, address: int, claim: int | None = None) -> Block:
+        """The block that lives at an address; InvalidArgument if there is none. Under the lock."""
         reports.require_address(address)
         self._look()
         block = self._store.live(address, claim)

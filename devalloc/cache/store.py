@@ -34,7 +34,7 @@ from devalloc.cache.blocks import (
 )
 from devalloc.cache.external import External
 from devalloc.cache.history import History
-from devalloc.cache.pending import Pending
+from devalloc.cache.streams import Pending
 from devalloc.cleanup import call_for_all
 from devalloc.errors import OutOfMemory
 from devalloc.sources.base import granularity_of

@@ -164,14 +164,17 @@ class RegionMethods:
         address, claim = self._place_of(what, "keep")
         if not address:
             return
-        if refusal := self._cache.refusal_at(address):
+        if refusal := self._cache.private.refusal_at(address):
             raise InvalidArgument(f"cannot change what is kept: {refusal}")
-        if self._cache.pools_at(address) is None or self._regions.region_at(address) is None:
+        if (
+            self._cache.private.pools_at(address) is None
+            or self._regions.region_at(address) is None
+        ):
             raise InvalidArgument(
                 f"no region of this arena allocated {address:#x} itself; keep is for what its "
                 "empty, alloc and so on gave inside region()"
             )
-        self._cache.set_rule(address, rule, claim)
+        self._cache.private.set_rule(address, rule, claim)
 
     def backup_of(self, what: Any) -> torch.Tensor | None:
         """What a tensor or block that sleeps contained, on the CPU, without a copy.

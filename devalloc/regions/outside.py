@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from devalloc.cache.sleep import Content, LiveBlock
+from devalloc.cache.private_pools import Content, LiveBlock
 from devalloc.cleanup import call_for_finalizers
 from devalloc.errors import InvalidArgument, OutOfMemory
 

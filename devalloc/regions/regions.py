@@ -31,7 +31,7 @@ from devalloc.sources import VirtualSource
 if TYPE_CHECKING:
     from devalloc.cache import Cache, PrivatePool
     from devalloc.cache.blocks import PoolSet
-    from devalloc.cache.sleep import Content, LiveBlock
+    from devalloc.cache.private_pools import Content, LiveBlock
 
 AWAKE, ASLEEP = "awake", "asleep"
 RULES = ("backup", "discard", "zero")
@@ -127,7 +127,7 @@ class Regions:
             yield
 
     def _refuse_in_capture(self) -> None:
-        if self._cache.capturing_here():
+        if self._cache.private.capturing_here():
             raise InvalidArgument(
                 "what a capture allocates belongs to its graph; enter the region first, and make "
                 "the pool with graph_pool() inside it"
@@ -173,7 +173,7 @@ class Regions:
 
     def here(self) -> _Region | None:
         """The region that this thread is in."""
-        here = self._cache.pools_here()
+        here = self._cache.private.pools_here()
         return next((each for each in self._all() if each.pool.pools is here), None)
 
     def add_outside(self, region: _Region, live: Live) -> Outside:
@@ -194,7 +194,7 @@ class Regions:
 
     def _bytes_of(self, region: _Region) -> int:
         outside = sum(each.held for each in region.outside)
-        return outside + sum(map(self._cache.bytes_of, region.pools))
+        return outside + sum(map(self._cache.private.bytes_of, region.pools))
 
     def stats(self) -> dict[str, int]:
         """The bytes of backups, kept memory included."""
@@ -208,7 +208,7 @@ class Regions:
     def abandon(self) -> None:
         """The arena is closed: memory goes back when nothing lives there."""
         for region in self._all():
-            self._cache.abandon(region.pool.pools)
+            self._cache.private.abandon(region.pool.pools)
             if region.state == AWAKE:
                 region.backup.release()
 
@@ -259,7 +259,7 @@ class Regions:
 
     def _refuse_while_capturing(self, regions: list[_Region]) -> None:
         """Also captures that the arena does not know of."""
-        if regions and (self._cache.capturing or self._cache.streams.capturing()):
+        if regions and (self._cache.private.capturing or self._cache.streams.capturing()):
             raise InvalidArgument("no region can be paused or resumed during a capture")
 
     def _put_to_sleep(
@@ -308,9 +308,9 @@ class Regions:
             parts: list[Content] = []
             for pools in region.pools:
                 keep_idle = pools is not region.pool.pools and pools.uses > 0
-                parts += self._cache.begin_change(pools, text, keep_idle=keep_idle)
+                parts += self._cache.private.begin_change(pools, text, keep_idle=keep_idle)
                 if what == "resumed":
-                    self._cache.mark_asleep(pools, False, text)
+                    self._cache.private.mark_asleep(pools, False, text)
             for outside in region.outside:
                 begin = outside.begin_pause if what == "paused" else outside.begin_resume
                 parts += begin(text)
@@ -321,7 +321,7 @@ class Regions:
         """Let the cache know the states of the regions."""
         for region in regions:
             for pools in region.pools:
-                self._cache.mark_asleep(pools, region.state == ASLEEP, region.refusal)
+                self._cache.private.mark_asleep(pools, region.state == ASLEEP, region.refusal)
             for outside in region.outside:
                 outside.end(region.state == ASLEEP, region.refusal)
 
@@ -364,7 +364,11 @@ class Regions:
             for region in regions:
                 if region.options[0] == "disk":
                     continue
-                parts = [part for pools in region.pools for part in self._cache.contents_of(pools)]
+                parts = [
+                    part
+                    for pools in region.pools
+                    for part in self._cache.private.contents_of(pools)
+                ]
                 nbytes = sum(nbytes for _, nbytes in self._backed_up(region, parts))
                 if nbytes:
                     region.backup.prepare(nbytes, self._pinned_by_others(region))
@@ -391,7 +395,7 @@ class Regions:
 
     def region_at(self, address: int) -> _Region | None:
         """The region of the block at an address, also if PyTorch has it."""
-        pools = self._cache.pools_at(address)
+        pools = self._cache.private.pools_at(address)
         for each in self._all():
             if pools in each.pools or any(at.owner_of(address) for at in each.outside):
                 return each
