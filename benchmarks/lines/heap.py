@@ -5,10 +5,11 @@ import triton.language as tl
 
 from devalloc.kernels.atomics import atomic_load, fence
 from devalloc.kernels.bits import comb, divide, low_mask, mix, next_bit
-from devalloc.kernels.groups import alike, from_leader
+from devalloc.kernels.groups import alike
 from devalloc.kernels.lanes import (
     any_lane,
     count_lanes,
+    first_lane,
     is_block,
     lane_index,
     pick,
@@ -28,37 +29,43 @@ from devalloc.kernels.layout import (
 from devalloc.kernels.live import STRIDE, heard, speak_for, word_period
 
 from .layout import (
-    NO_PAGE,
-    SPARSE,
+    CACHED_SHIFT,
+    PAGE_MASK,
+    SPAN_CLASS,
+    SPAN_COUNT,
+    SPAN_SLOT,
+    SPARSE_SHIFT,
     UNUSED_SHIFT,
+    VOID,
     hint_ptr,
-    is_sparse,
-    line_of,
+    lap_of,
     line_ptr,
     live_bit,
     load_base,
     load_records,
+    magazine_ptr,
     own_stripe,
-    page_half,
+    page_class,
     page_out,
     page_word_ptr,
+    place_lap,
     place_page,
     place_ptr,
     ring_index,
     slab_word,
+    span_of,
 )
 from .lines import (
-    any_pair,
-    latest_page,
-    line_credits,
-    open_place,
+    THRIFT,
+    await_places,
+    cancel,
+    groups,
+    leaders,
+    leave_account,
     open_places,
-    read_places,
-    second_page,
-    take_tickets,
     ticket_place,
 )
-from .pages import give_pages, take_any, window
+from .pages import give_together, take_any, window
 
 GROUP = tl.constexpr(32)  # lanes of a block of several classes that are served together
 
@@ -93,36 +100,52 @@ def claim_others(records, page, granule, size, lost):
 
 
 @triton.jit
-def malloc_mixed(heap, nbytes, small, classes, polls: tl.constexpr):
-    """Slots for a block of at most GROUP lanes of several classes: addresses, or 0."""
-    lane = lane_index(classes)
+def malloc_slots(heap, cls, active, word, number, alone, polls: tl.constexpr):
+    """Slots of classes ``cls`` for the active lanes of a block, or for a scalar: addresses, or 0
+    where there is none. If ``alone`` (a scalar), all are of one class, their tickets come from
+    line word ``word``, and ``number`` says which each lane has."""
+    lane = lane_index(cls)
     stripe = own_stripe(heap)
-    size = class_bytes(classes)
+    size = class_bytes(cls)
     slots = slots_of(size)
     records = load_records(heap)
-    leader, rank, count = alike(classes, small)
-    line = line_ptr(heap, classes, stripe)
-    leads = small & (leader == lane)
-    word = tl.atomic_add(line, -count.to(tl.int64), mask=leads, sem="relaxed")
-    word = from_leader(word, leader)
-    place, slot, opened = ticket_place(word, rank, slots)
-    opens = small & (opened == 0) & (slot == 0)
+    line = line_ptr(heap, cls, stripe)
+    front = atomic_load(hint_ptr(heap) + lane * 0, lane == 0)
+    word = word + (number & 0).to(tl.int64)
+    rank = number
+    if alone == 0:
+        leader, rank, count = groups(cls, active)
+        leads = active & (leader == lane)
+        word = tl.atomic_add(line, -count.to(tl.int64), mask=leads, sem="relaxed")
+        word = leaders(word, leader)
+    place, slot, covered = ticket_place(word, rank, slots)
+    thrifty = (word >> SPARSE_SHIFT) > THRIFT
+    opens = active & (covered == 0) & (slot == 0)
+    total = tl.where(active, size, 0)
+    if is_block(total):
+        total = tl.sum(total, axis=0)
     if any_lane(opens):
-        total = tl.sum(tl.where(small, size, 0), axis=0)
-        front = atomic_load(hint_ptr(heap)).to(tl.int32)
-        open_places(heap, word, front, classes, slots, place, opens, total)
-    head, _rank, users = alike(classes * 65536 + (place & 65535), small)
-    index = ring_index(heap, classes, stripe, place)
-    reads = small & (head == lane)
-    word = read_places(heap, index, place, reads, polls)
+        at = pick(front, 0).to(tl.int32)
+        open_places(heap, cls, slots, place, opens, thrifty, at, window(total))
+    half = (place << 1) + (slot >= slots - (slots >> 1)).to(tl.int32)
+    head, _rank, users = groups(cls * 65536 + (half & 65535), active)
+    ptr = place_ptr(heap, ring_index(heap, cls, stripe, place) * 2 + (half & 1))
+    lap = lap_of(heap, place)
+    reads = active & (head == lane)
+    state = await_places(ptr, lap, reads, polls)
+    reads = reads & (((state & VOID) == 0) | (place_lap(state) != lap))
     used = -users.to(tl.int64) << UNUSED_SHIFT
-    tl.atomic_add(place_ptr(heap, index), used, mask=reads, sem="relaxed")
-    word = from_leader(word, head)
-    page = place_page(word)
-    got = small & (page != NO_PAGE)
-    if any_pair(tl.where(got, word, 0)):
-        there, second = second_page(heap, index, tl.where(got, word, 0), slot, slots)
-        page = tl.where(there, second, page)
+    late = tl.atomic_add(ptr, used, mask=reads, sem="relaxed")
+    early = reads & (place_lap(state) != lap)
+    if any_lane(early):
+        # Not open yet: the tickets are given up, unless it was opened just now.
+        state = tl.where(early, late, state)
+        void = early & (place_lap(late) == lap) & ((late & VOID) != 0)
+        tl.atomic_add(ptr, -used, mask=void, sem="relaxed")
+    good = (place_lap(state) == lap) & ((state & VOID) == 0)
+    state = leaders(tl.where(good, state, -1), head)
+    got = active & (state >= 0)
+    page = place_page(state)
     page = tl.where(got, page, 0)
     granule = slot * (size >> 4)
     ptr, bit = live_bit(records, page, granule)
@@ -135,102 +158,80 @@ def malloc_mixed(heap, nbytes, small, classes, polls: tl.constexpr):
 
 
 @triton.jit
-def malloc_alike(heap, nbytes, cls, same, rank, count, polls: tl.constexpr):
-    """Slots of one class for the ``same`` lanes, ``count`` of them and numbered by ``rank``: whole
-    pages as far as the lanes fill some, and tickets for the rest. Addresses, or 0."""
+def malloc_whole(heap, cls, same, rank, n):
+    """``n`` whole pages (int32 scalar, 1 to 64) for the lanes that fill them, the first of those
+    numbered by ``rank``. Addresses; 0 in other lanes, and where there is no page."""
     records = load_records(heap)
     size = class_bytes(cls)
     slots = slots_of(size)
-    stripe = own_stripe(heap)
-    whole = count * 0
-    page = rank * 0
-    slot = rank * 0
-    before = rank * 0
-    further = rank * 0
-    got = same & (same == 0)
-    paired = count < 0
-    if is_block(nbytes):
-        if count >= slots:
-            n = divide(count, slots)
-            whole = n * slots
-            pages, have = take_any(heap, n, window(size * count))
-            lane = tl.arange(0, 64)
-            state = slab_word(cls, stripe, slots) + slots + (pages & 0)
-            tl.atomic_xchg(page_word_ptr(records, pages), state, mask=lane < have, sem="relaxed")
-            at = divide(tl.where(same, rank, 0), slots)
-            page = tl.gather(pages, tl.minimum(at, n - 1), 0)
-            slot = rank - at * slots
-            before = slot
-            further = tl.minimum(whole - 1 - rank, slots - 1 - slot)
-            got = same & (rank < have * slots)
-    if whole < count:
-        need = count - whole
-        line = line_ptr(heap, cls, stripe)
-        word, latest, front = take_tickets(heap, line, need)
-        place, first, _opened = ticket_place(word, need * 0, slots)
-        # The tickets are slots of this place from `first` on, and then of the next.
-        here = slots - first
-        number = tl.maximum(rank - whole, 0)
-        mine = same & (rank >= whole)
-        slot = tl.where(mine, tl.where(number < here, first + number, number - here), slot)
-        known = tl.where(need <= here, latest_page(latest, place), -1)
-        if known >= 0:
-            got = got | mine
-            page = tl.where(mine, known, page)
-            drawn = rank.to(tl.int64) * 0 - (need.to(tl.int64) << UNUSED_SHIFT)
-            ptr = place_ptr(heap, ring_index(heap, cls, stripe, place)) + rank * 0
-            tl.atomic_add(ptr, drawn, mask=mine & (rank == whole), sem="relaxed")
-            if is_block(nbytes):
-                before = tl.where(mine, number, before)
-                further = tl.where(mine, need - 1 - number, further)
-        else:
-            if ((line_credits(word) <= 0) & (first == 0)) | (need > here):
-                opens = tl.where(first == 0, place, place + 1)
-                open_place(heap, word, front, cls, opens, size * count)
-            if is_block(nbytes):
-                both = tl.arange(0, 2)
-                places = place + both
-                reads = both < 1 + (need > here).to(tl.int32)
-                users = tl.where(both == 0, tl.minimum(need, here), tl.maximum(need - here, 0))
-            else:
-                places = place
-                reads = same
-                users = need
-            index = ring_index(heap, cls, stripe, places)
-            words = read_places(heap, index, places, reads, polls)
-            used = -users.to(tl.int64) << UNUSED_SHIFT
-            tl.atomic_add(place_ptr(heap, index), used, mask=reads, sem="relaxed")
-            paired = any_pair(tl.where(reads, words, 0))
-            if is_block(nbytes):
-                its = tl.where(number < here, pick(words, 0), pick(words, 1))
-                before = tl.where(mine, tl.where(number < here, number, number - here), before)
-                last = tl.where(number < here, tl.minimum(need, here), need)
-                further = tl.where(mine, last - 1 - number, further)
-            else:
-                its = words
-            page = tl.where(mine, place_page(its), page)
-            got = got | (mine & (page != NO_PAGE))
-            if paired:
-                its = tl.where(mine & got, its, 0)
-                its_index = ring_index(heap, cls, stripe, tl.where(number < here, place, place + 1))
-                there, second = second_page(heap, its_index, its, slot, slots)
-                page = tl.where(there, second, page)
+    pages, have = take_any(heap, n)
+    lane = tl.arange(0, 64)
+    state = slab_word(cls, own_stripe(heap), slots) + slots + (pages & 0)
+    tl.atomic_xchg(page_word_ptr(records, pages), state, mask=lane < have, sem="relaxed")
+    at = divide(tl.where(same, rank, 0), slots)
+    page = tl.gather(pages, tl.minimum(at, n - 1), 0)
+    slot = rank - at * slots
+    got = same & (rank < have * slots)
     page = tl.where(got, page, 0)
     granule = slot * (size >> 4)
+    ptr, _bit = live_bit(records, page, granule)
+    further = tl.minimum(n * slots - 1 - rank, slots - 1 - slot)
+    turn, bits = speak_for(granule, size >> 4, slot, further)
+    tl.atomic_or(ptr, bits, mask=got & (turn == 0), sem="relaxed")
+    return tl.where(got, address_of(load_base(heap), page, granule), 0)
+
+
+@triton.jit
+def count_cached(heap, page, count):
+    """Add to the number of slots of a page that are in magazines (scalars)."""
+    change = count.to(tl.int64) << CACHED_SHIFT
+    tl.atomic_add(page_word_ptr(load_records(heap), page), change, sem="relaxed")
+
+
+@triton.jit(noinline=True)
+def release_span(heap, word):
+    """Give the slots of a span back to the account of their page (int64 scalar; 0: none)."""
+    if word != 0:
+        count = ((word >> SPAN_COUNT) & 0x3FFF).to(tl.int32)
+        page = (word & PAGE_MASK).to(tl.int32)
+        count_cached(heap, page, -count)
+        cancel(heap, page, count, count > 0)
+    return word
+
+
+@triton.jit
+def take_span(heap, cls, count):
+    """The span of ``count`` slots of class ``cls`` in the magazine, or 0."""
+    ptr = magazine_ptr(heap, cls)
+    word = tl.atomic_xchg(ptr, tl.full((), 0, tl.int64), sem="acquire")
+    wanted = (count.to(tl.int64) << SPAN_COUNT) + ((cls + 1).to(tl.int64) << SPAN_CLASS)
+    if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):
+        word = release_span(heap, tl.atomic_xchg(ptr, word, sem="relaxed")) & 0
+    return word
+
+
+@triton.jit
+def malloc_span(heap, word, same, rank, count, size):
+    """Addresses of the slots of a span."""
+    records = load_records(heap)
+    count_cached(heap, (word & PAGE_MASK).to(tl.int32), -count)
+    page = (word & PAGE_MASK).to(tl.int32) + rank * 0
+    slot = ((word >> SPAN_SLOT) & 0x1FFF).to(tl.int32) + rank
+    granule = slot * (size >> 4)
     ptr, bits = live_bit(records, page, granule)
-    speaks = got
-    if is_block(nbytes):
-        if paired == 0:
-            turn, bits = speak_for(granule, size >> 4, before, further)
-            speaks = got & (turn == 0)
+    speaks = same
+    if is_block(rank):
+        turn, bits = speak_for(granule, size >> 4, rank, count - 1 - rank)
+        speaks = same & (turn == 0)
     old = tl.atomic_or(ptr, bits, mask=speaks, sem="relaxed")
     wrong = tl.where(speaks, old & bits, 0)
     if any_lane(wrong != 0):
+        # Somebody who drew from the page was there first: it had a free slot for each of us.
         lost = wrong != 0
-        if is_block(nbytes):
-            lost = got & heard(page, granule, wrong)
+        if is_block(rank):
+            lost = same & heard(page, granule, wrong)
         granule = claim_others(records, page, granule, size + granule * 0, lost)
-    return tl.where(got, address_of(load_base(heap), page, granule), 0)
+    return tl.where(same, address_of(load_base(heap), page, granule), 0)
 
 
 @triton.jit
@@ -244,55 +245,119 @@ def malloc(heap, nbytes, active, polls: tl.constexpr = 4000):
     count = count_lanes(same)
     addr = nbytes * 0
     if count == count_lanes(small):
-        if count > 0:
-            addr = malloc_alike(heap, nbytes, cls, same, rank, count, polls)
-    elif is_block(nbytes):
-        if nbytes.shape[0] <= GROUP:
-            addr = malloc_mixed(heap, nbytes, small, classes, polls)
+        span = tl.full((), 0, tl.int64)
+        size = class_bytes(cls)
+        if (count > 0) & (count * size * 2 <= 65536):
+            span = take_span(heap, cls, count)
+        if span != 0:
+            addr = malloc_span(heap, span, same, rank, count, size)
+            same = same & (same == 0)
+        if is_block(nbytes):
+            if count >= slots_of(size):
+                n = divide(count, slots_of(size))
+                addr = malloc_whole(heap, cls, same, rank, n)
+                same = same & (rank >= n * slots_of(size))
+        small = same
+    word = tl.full((), 0, tl.int64)
+    number = rank_of(small)
+    alone = (count == 0) & (count != 0)
+    if any_lane(small):
+        if is_block(nbytes):
+            alone = count_lanes(same) == count_lanes(small)
+            if alone:
+                line = line_ptr(heap, cls, own_stripe(heap))
+                word = tl.atomic_add(line, -count_lanes(small).to(tl.int64), sem="relaxed")
+            if nbytes.shape[0] > GROUP:
+                # A few lanes at a time: wider, this would decide how many registers it needs.
+                lane = lane_index(nbytes)
+                some = tl.arange(0, GROUP)
+                at = first_lane(small) & -GROUP
+                while at < nbytes.shape[0]:
+                    kinds = tl.gather(tl.where(small, classes, -1), at + some, 0)
+                    numbers = tl.gather(number, at + some, 0)
+                    kind = tl.maximum(kinds, 0)
+                    part = malloc_slots(heap, kind, kinds >= 0, word, numbers, alone, polls)
+                    mine = small & (lane >= at) & (lane < at + GROUP)
+                    addr = tl.where(mine, tl.gather(part, tl.where(mine, lane - at, 0), 0), addr)
+                    at = first_lane(small & (lane >= at + GROUP)) & -GROUP
+            else:
+                some = malloc_slots(heap, classes, small, word, number, alone, polls)
+                addr = tl.where(small, some, addr)
         else:
-            # A few lanes at a time: wider, this would decide how many registers a program needs.
-            lane = lane_index(nbytes)
-            some = tl.arange(0, GROUP)
-            at = count * 0
-            while at < nbytes.shape[0]:
-                sizes = tl.gather(tl.where(small, nbytes, 0), at + some, 0)
-                kinds = size_class(tl.maximum(sizes, 1).to(tl.int32))
-                part = malloc_mixed(heap, sizes, sizes > 0, kinds, polls)
-                mine = (lane >= at) & (lane < at + GROUP)
-                addr = tl.where(mine, tl.gather(part, tl.where(mine, lane - at, 0), 0), addr)
-                at += GROUP
+            addr = malloc_slots(heap, classes, small, word, number, alone, polls)
     tl.debug_barrier()
     return addr
 
 
 @triton.jit
-def clear(records, page, granule, active):
-    """``live.clear`` with the records of the experiment."""
+def free_scalar(heap, addr, active, page, granule):
+    """free of one address."""
+    records = load_records(heap)
+    lane = tl.arange(0, 2)
     ptr, bit = live_bit(records, page, granule)
+    ptr = tl.where(lane == 0, ptr + lane * 0, page_word_ptr(records, page) + lane * 0)
+    change = tl.where(lane == 0, bit ^ -1, -1)
+    old = tl.atomic_and(ptr, change, mask=(lane >= 0) & active, sem="relaxed")
+    word = pick(old, 1)
+    if active & ((pick(old, 0) & bit) != 0):
+        cls = page_class(word)
+        size = class_bytes(cls)
+        kept = size > 32768
+        if size * 2 <= 65536:
+            span = span_of(page, divide(granule << 4, size), page * 0 + 1, cls)
+            kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+            if kept:
+                count_cached(heap, page, page * 0 + 1)
+        if kept == 0:
+            account = page_word_ptr(records, page)
+            one = (page & 0).to(tl.int64) + 1
+            now = tl.atomic_add(account, -one, sem="relaxed") - one
+            leave_account(heap, page, now, page * 0 + 1, active)
+
+
+@triton.jit
+def free_block(heap, active, page, granule):
+    """free of a block."""
+    records = load_records(heap)
+    ptr, bit = live_bit(records, page, granule)
+    counts = granule * 0 + 1
+    lane = lane_index(active)
+    count = count_lanes(active)
+    first_page = pick(page, 0)
+    first = pick(granule, 0)
+    unit = pick((page << 12) + granule, 1) - ((first_page << 12) + first)
+    at = first + lane * unit
+    there = (page == first_page + (at >> 12)) & (granule == (at & 4095))
+    orderly = (active == (lane < count)) & ((active == 0) | there)
+    together = (count > 1) & (unit > 0) & (unit <= 2048)
+    together = together & (count_lanes(orderly) == active.shape[0])
+    before = granule * 0
+    further = before
     speaks = active
     bits = bit
-    counts = granule * 0 + 1
-    if is_block(active):
-        lane = lane_index(active)
-        count = count_lanes(active)
-        first_page = pick(page, 0)
-        first = pick(granule, 0)
-        unit = pick((page << 12) + granule, 1) - ((first_page << 12) + first)
-        at = first + lane * unit
-        there = (page == first_page + (at >> 12)) & (granule == (at & 4095))
-        orderly = (active == (lane < count)) & ((active == 0) | there)
-        together = (count > 1) & (unit > 0) & (unit <= 2048)
-        together = together & (count_lanes(orderly) == active.shape[0])
-        before = granule * 0
-        if together:
-            before = tl.minimum(lane, divide(granule, unit))
-            further = tl.minimum(count - 1 - lane, divide(4095 - granule, unit))
-            turn, bits = speak_for(granule, unit, before, further)
-            speaks = active & (turn == 0)
-            counts = further + 1
+    word = bit & 0
+    # (That of the first page, for the magazine.)
+    one_page = together & (first + count * unit <= 4096) & (count * unit <= 2048)
+    if together:
+        before = tl.minimum(lane, divide(granule, unit))
+        further = tl.minimum(count - 1 - lane, divide(4095 - granule, unit))
+        turn, bits = speak_for(granule, unit, before, further)
+        speaks = active & (turn == 0)
+        counts = further + 1
+    if one_page:
+        word = atomic_load(page_word_ptr(records, page), lane == 0)
     old = tl.atomic_and(ptr, bits ^ -1, mask=speaks, sem="relaxed")
     wrong = tl.where(speaks, (old & bits) ^ bits, 0)
-    if is_block(active):
+    kept = first < 0
+    if one_page:
+        cls = page_class(pick(word, 0))
+        slot = divide(first, unit)
+        if (class_bytes(cls) == unit << 4) & (slot * unit == first) & (any_lane(wrong != 0) == 0):
+            span = span_of(first_page, slot, count, cls)
+            kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+            if kept:
+                count_cached(heap, first_page, count)
+    if kept == 0:
         speaks = active & (before == 0)
         if (together == 0) & (count > 1):
             leader, _rank, counts = alike(page, active)
@@ -300,9 +365,17 @@ def clear(records, page, granule, active):
         if any_lane(wrong != 0):
             speaks = active & (wrong == 0)
             counts = counts * 0 + 1
-    else:
-        speaks = active & (wrong == 0)
-    return speaks, counts
+        change = counts.to(tl.int64)
+        ptr = page_word_ptr(records, page)
+        now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change
+        pages = (first + count * unit + 4095) >> 12
+        emptied = count_lanes(speaks & (page_out(now) == 0))
+        if together & (emptied == pages) & (pages <= 64) & (pages > 1):
+            give_together(heap, first_page, pages)
+            hints = hint_ptr(heap) + page * 0
+            tl.atomic_min(hints, (page >> 6).to(tl.int64), mask=lane == 0, sem="relaxed")
+        else:
+            leave_account(heap, page, now, counts, speaks)
 
 
 @triton.jit
@@ -310,22 +383,9 @@ def free(heap, addr, active):
     """Free slots at int64 addresses that malloc gave; 0 is ignored."""
     active = active & (addr != 0)
     base = load_base(heap)
-    records = load_records(heap)
     page, granule = place_of(base, tl.where(active, addr, base))
     fence(heap + ERRORS)
-    speaks, counts = clear(records, page, granule, active)
-    change = counts.to(tl.int64)
-    ptr = page_word_ptr(records, page)
-    now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change
-    out = page_out(now)
-    half = page_half(now)
-    idle = speaks & (out == 0)
-    # The program that takes the last slot out of the account owns the page. (No branch, which would
-    # have to be fetched by the few programs that take it while all others have ended.)
-    give_pages(heap, page, idle)
-    crossed = speaks & (is_sparse(out, half) != is_sparse(out + counts, half))
-    if any_lane(crossed | idle):
-        more = (is_sparse(out, half) - is_sparse(out + counts, half)) * SPARSE
-        tl.atomic_add(line_of(heap, tl.where(crossed, now, 0)), more, mask=crossed, sem="relaxed")
-        hints = hint_ptr(heap) + page * 0
-        tl.atomic_min(hints, (page >> 6).to(tl.int64), mask=idle, sem="relaxed")
+    if is_block(active):
+        free_block(heap, active, page, granule)
+    else:
+        free_scalar(heap, addr, active, page, granule)

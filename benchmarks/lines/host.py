@@ -164,7 +164,7 @@ class Lines(Raced):
         ring: int | None = None,
     ) -> None:
         self.pages = pages = nbytes // PAGE_BYTES
-        self.stripes = stripes = stripes or min(8, 1 << max(0, (pages // 512).bit_length() - 1))
+        self.stripes = stripes = stripes or min(8, 1 << max(0, (pages // 1024).bit_length() - 1))
         ring = ring or min(1024, max(16, 1 << (pages // 64).bit_length()))
         base = NOWHERE
         if memory:
@@ -174,15 +174,17 @@ class Lines(Raced):
         records = layout.LINES.value + CLASSES * stripes * layout.LINE_STRIDE.value
         self.words = records + pages * layout.RECORD_WORDS.value
         places = self.words + chunks
-        seconds = places + CLASSES * stripes * ring
-        state = torch.zeros(seconds + CLASSES * stripes * ring, dtype=torch.int64)
+        magazines = places + CLASSES * stripes * ring * 2
+        held = 1 << (pages // 2).bit_length()
+        state = torch.zeros(magazines + held, dtype=torch.int64)
+        state[layout.MAGAZINES.value] = magazines
+        state[layout.MAGAZINE_MASK.value] = held - 1
         state[layout.BASE.value] = base
         state[layout.STRIPES_AND_RING.value] = stripes + (ring.bit_length() - 1 << 16)
         state[layout.RECORDS.value] = records
         state[layout.CHUNK_WORDS.value] = self.words
         state[layout.PLACES.value] = places
         state[layout.CHUNKS.value] = chunks
-        state[layout.SECONDS.value] = seconds
         # Places begin with lap 1, so that a ring of zeros has none that is open.
         state[layout.LINES.value : records : layout.LINE_STRIDE.value] = ring << 32
         state[self.words : places] = -1

@@ -4,16 +4,16 @@
     0..15           geometry, immutable                                      host
     HINTS           per copy: the first chunk that may have free pages       open, free
     lines           per class and stripe: the line word                      malloc, open, free
-    places          per line: a ring of places                               malloc, open
-    seconds         per place of a ring: the second page of a pair           open
+    halves          per line: a ring of places, two halves each              malloc, open
+    magazines       per program index and class: a span of slots             malloc, free
     chunk words     one per chunk: bit set = page is free                    open, free
     page records    per page: 64 words of live bits, the page word, padding  malloc, free, open
 
 Line word: 0..31 credits, signed; 32..51 places opened; 52..63 sparse pages, signed (a hint).
-Next to it, LATEST: the place that was opened last and its page, so that most tickets need not read
-the ring: 0..22 page; 23..42 place; 43 set (0 in all: none, or a pair).
-Place: 0..22 page; 23..35 unused tickets; 36 PAIR; 38..50 lap.
-Page word: 0..15 out; 16..31 half of the slots; 32..37 class; 38..43 stripe; 44 SLAB.
+Half of a place: 0..22 page; 23 VOID: it has no tickets; 24..43 lap; 44..63 unused tickets, signed.
+Page word: 0..15 out; 16..31 most that is sparse; 32..37 class; 38..43 stripe; 44 SLAB;
+45..58 slots in magazines.
+Magazine: 0..22 page; 23..35 first slot; 36..49 count; 50..56 class + 1 (0 in all: empty).
 
 A page word lies beside the live bits of its page, so that the words of neighbouring pages do not
 share a cache line: free is bound by atomics on lines that many programs want.
@@ -30,16 +30,16 @@ RECORDS = tl.constexpr(3)
 CHUNK_WORDS = tl.constexpr(4)
 PLACES = tl.constexpr(5)
 CHUNKS = tl.constexpr(6)
-SECONDS = tl.constexpr(7)
+MAGAZINES = tl.constexpr(7)
+MAGAZINE_MASK = tl.constexpr(8)
 
 HINTS = tl.constexpr(256)
 HINT_COPIES = tl.constexpr(32)
 HINT_STRIDE = tl.constexpr(8)
 LINES = tl.constexpr(512)
-LINE_STRIDE = tl.constexpr(16)
-LATEST = tl.constexpr(1)  # from a line word to the word beside it
-LATEST_SHIFT = tl.constexpr(23)
-IS_LATEST = tl.constexpr(1 << 43)
+LINE_STRIDE = tl.constexpr(80)
+LISTED = tl.constexpr(16)  # from a line word to the list of its sparse pages, page + 1 each
+SPARSE_LIST = tl.constexpr(64)
 RECORD_WORDS = tl.constexpr(68)
 PAGE_WORD = tl.constexpr(64)
 
@@ -48,16 +48,22 @@ OPENED = tl.constexpr(1 << 32)
 SPARSE_SHIFT = tl.constexpr(52)
 SPARSE = tl.constexpr(1 << 52)
 
-NO_PAGE = tl.constexpr((1 << 23) - 1)
-UNUSED_SHIFT = tl.constexpr(23)
-PAIR = tl.constexpr(1 << 36)
-LAP_SHIFT = tl.constexpr(38)
-LAP_MASK = tl.constexpr((1 << 13) - 1)
+PAGE_MASK = tl.constexpr((1 << 23) - 1)
+VOID = tl.constexpr(1 << 23)
+LAP_SHIFT = tl.constexpr(24)
+LAP_MASK = tl.constexpr((1 << 20) - 1)
+UNUSED_SHIFT = tl.constexpr(44)
+OPEN_MASK = tl.constexpr((1 << 44) - 1)  # page, VOID and lap
 
-HALF_SHIFT = tl.constexpr(16)
+SPAN_SLOT = tl.constexpr(23)
+SPAN_COUNT = tl.constexpr(36)
+SPAN_CLASS = tl.constexpr(50)
+
+MOST_SHIFT = tl.constexpr(16)
 CLASS_SHIFT = tl.constexpr(32)
 STRIPE_SHIFT = tl.constexpr(38)
 SLAB = tl.constexpr(1 << 44)
+CACHED_SHIFT = tl.constexpr(45)
 
 
 @triton.jit
@@ -133,11 +139,6 @@ def place_ptr(heap, index):
 
 
 @triton.jit
-def second_ptr(heap, index):
-    return heap + load_immutable(heap, SECONDS) + index
-
-
-@triton.jit
 def lap_of(heap, place):
     """How often the ring had been through when it came to ``place`` (int64)."""
     return ((place >> load_ring_log2(heap)) & LAP_MASK).to(tl.int64)
@@ -150,7 +151,7 @@ def place_lap(word):
 
 @triton.jit
 def place_page(word):
-    return (word & NO_PAGE).to(tl.int32)
+    return (word & PAGE_MASK).to(tl.int32)
 
 
 @triton.jit
@@ -168,8 +169,13 @@ def page_word_ptr(records, page):
 @triton.jit
 def slab_word(cls, stripe, slots):
     """The page word of a slab with nothing out."""
-    half = (slots >> 1).to(tl.int64) << HALF_SHIFT
-    return half + (cls.to(tl.int64) << CLASS_SHIFT) + (stripe.to(tl.int64) << STRIPE_SHIFT) + SLAB
+    most = (slots >> 1).to(tl.int64) << MOST_SHIFT
+    return most + (cls.to(tl.int64) << CLASS_SHIFT) + (stripe.to(tl.int64) << STRIPE_SHIFT) + SLAB
+
+
+@triton.jit
+def page_class(word):
+    return ((word >> CLASS_SHIFT) & 63).to(tl.int32)
 
 
 @triton.jit
@@ -178,17 +184,26 @@ def page_out(word):
 
 
 @triton.jit
-def page_half(word):
-    return ((word >> HALF_SHIFT) & 0xFFFF).to(tl.int32)
-
-
-@triton.jit
-def is_sparse(out, half):
-    """1 (int64) for a page in use of which at least half is free."""
-    return ((out > 0) & (out <= half)).to(tl.int64)
+def is_sparse(word):
+    """1 (int64) for the word of a page in use of which a quarter is free, or one slot."""
+    out = page_out(word)
+    return ((out > 0) & (out <= ((word >> MOST_SHIFT) & 0xFFFF).to(tl.int32))).to(tl.int64)
 
 
 @triton.jit
 def bit_of(page):
     """The bit of a page in its chunk word."""
     return (page & 0).to(tl.int64) + 1 << (page & 63).to(tl.int64)
+
+
+@triton.jit
+def magazine_ptr(heap, cls):
+    """This program's magazine for class ``cls`` (int32 scalar)."""
+    mask = load_immutable(heap, MAGAZINE_MASK).to(tl.int32)
+    return heap + load_immutable(heap, MAGAZINES) + ((program_index() + cls * 677) & mask)
+
+
+@triton.jit
+def span_of(page, slot, count, cls):
+    word = page.to(tl.int64) + (slot.to(tl.int64) << SPAN_SLOT)
+    return word + (count.to(tl.int64) << SPAN_COUNT) + ((cls + 1).to(tl.int64) << SPAN_CLASS)

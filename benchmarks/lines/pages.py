@@ -10,7 +10,6 @@ import triton.language as tl
 
 from devalloc.kernels.atomics import atomic_load
 from devalloc.kernels.bits import (
-    divide,
     low_mask,
     lowest_bit,
     mix,
@@ -18,7 +17,7 @@ from devalloc.kernels.bits import (
     popcount,
     select_bit,
 )
-from devalloc.kernels.lanes import any_lane, lane_bits, lane_index
+from devalloc.kernels.lanes import any_lane, lane_bits, lane_index, pick
 from devalloc.kernels.layout import program_count, program_index
 from devalloc.kernels.pages import one_of, spread
 
@@ -30,9 +29,9 @@ TRIES = tl.constexpr(40)
 
 @triton.jit
 def window(nbytes):
-    """In how many chunks to look for pages, if each program asks for ``nbytes`` (int32)."""
+    """Among how many pages to look for free ones, if each program asks for ``nbytes`` (int32)."""
     pages = (nbytes.to(tl.int64) * tl.minimum(program_count(), RESIDENT)) >> 16
-    return (tl.minimum(pages, 1 << 16).to(tl.int32) * 2 >> 6) + 1
+    return tl.minimum(pages * 2, 1 << 22).to(tl.int32) + 16
 
 
 @triton.jit
@@ -58,13 +57,13 @@ def find_chunk(heap, front, width, salt):
 
 @triton.jit
 def take_pages(heap, want, front, width):
-    """A page for each lane (or scalar) in ``want``, from a window of ``width`` chunks from chunk
+    """A page for each lane (or scalar) in ``want``, from a window of ``width`` pages from chunk
     ``front`` on; -1 where none was found."""
     lane = lane_index(want)
     words = load_chunk_words(heap)
     chunks = load_chunks(heap)
-    width = tl.minimum(width, chunks)
-    guess = spread(program_index() * 5 + lane * 3, width * 64) + front * 64
+    width = tl.minimum(width, chunks * 64)
+    guess = spread(program_index() * 5 + lane * 3, width) + front * 64
     guess = tl.where(guess >= chunks * 64, guess - chunks * 64, guess)
     page = lane * 0 - 1
     pending = want
@@ -83,7 +82,7 @@ def take_pages(heap, want, front, width):
             here = chunk * 64 + next_bit(tl.where(old != 0, old, 1), salt & 63)
             guess = tl.where(pending & (old != 0), here, guess)
             if any_lane(pending & (old == 0)):
-                at = find_chunk(heap, front, width, mix(program_index() + tries * 977))
+                at = find_chunk(heap, front, (width + 63) >> 6, mix(program_index() + tries * 977))
                 if at >= 0:
                     found = atomic_load(words + tl.where(pending, at, 0), pending)
                     away = at * 64 + next_bit(tl.where(found != 0, found, 1), salt & 63)
@@ -94,17 +93,17 @@ def take_pages(heap, want, front, width):
 
 
 @triton.jit
-def take_any(heap, need, width):
+def take_any(heap, need):
     """Up to ``need`` pages (int32 scalar, at most 64) from anywhere: a block of 64, and how many of
     its lanes, from the first on, have one each."""
     lane = tl.arange(0, 64)
     words = load_chunk_words(heap)
     chunks = load_chunks(heap)
-    width = tl.minimum(width, chunks)
-    front = atomic_load(hint_ptr(heap)).to(tl.int32)
-    guess = spread(program_index(), width * 64)
-    chunk = (guess >> 6) + front
-    low = tl.minimum(divide(guess & 63, need) * need, 64 - need)
+    # One program after the other, from the front: if all is free there, no two of them meet.
+    guess = program_index() * need
+    chunk = guess >> 6
+    chunk = tl.where(chunk < chunks, chunk, chunk % chunks)
+    low = tl.minimum(guess & 63, 64 - need)
     mask = low_mask(need) << low.to(tl.int64)
     pages = lane * 0
     have = need * 0
@@ -122,10 +121,14 @@ def take_any(heap, need, width):
             left = old & (mask ^ -1)
             salt = mix(program_index() + tries * 977)
             if left == 0:
-                at = find_chunk(heap, front, width, salt)
-                chunk = tl.where(at >= 0, at, chunk)
-                left = atomic_load(words + tl.minimum(chunk, chunks - 1))
-                front = atomic_load(hint_ptr(heap)).to(tl.int32)
+                # On to the next chunk with free pages, of the 64 that follow.
+                near = chunk + 1 + lane
+                near = tl.where(near < chunks, near, near % chunks)
+                found = atomic_load(words + near)
+                some = lane_bits(found != 0)
+                step = tl.minimum(lowest_bit(some), 63)
+                left = pick(found, step)
+                chunk = pick(near, step)
             mask = left & 0
             bit = salt & 63
             more = have
@@ -143,3 +146,14 @@ def give_pages(heap, page, active):
     """Make the pages of ``active`` lanes free."""
     ptr = load_chunk_words(heap) + (page >> 6)
     tl.atomic_or(ptr, bit_of(page), mask=active, sem="relaxed")
+
+
+@triton.jit
+def give_together(heap, first_page, count):
+    """Make ``count`` pages (int32, at most 64) from ``first_page`` on free (scalars)."""
+    lane = tl.arange(0, 2)
+    here = tl.minimum(count, 64 - (first_page & 63))
+    first = low_mask(here) << (first_page & 63).to(tl.int64)
+    bits = tl.where(lane == 0, first, low_mask(count - here))
+    ptr = load_chunk_words(heap) + (first_page >> 6) + lane
+    tl.atomic_or(ptr, bits, mask=bits != 0, sem="relaxed")

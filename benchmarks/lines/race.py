@@ -174,11 +174,13 @@ class Race:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default=FOLDER, help="Folder of results.")
 @click.option("--rows", default="blocks,scalars,kernels,shapes", help="Which kinds of rows.")
-def main(out: Path, rows: str) -> None:
+@click.option("--of", type=click.Choice(["both", "lines"]), default="both", help="What to race.")
+def main(out: Path, rows: str, of: str) -> None:
     """Race the experiment against the heap, on a CUDA device."""
     race = Race(out)
     kinds = rows.split(",")
-    for make in (lambda: Today(HEAP), lambda: Lines(HEAP)):
+    first = 0 if of == "both" else 1
+    for make in (lambda: Today(HEAP), lambda: Lines(HEAP))[first:]:
         if "blocks" in kinds:
             for block in BLOCKS:
                 race.blocks(make(), *block)
@@ -189,7 +191,7 @@ def main(out: Path, rows: str) -> None:
             for shape in SHAPES:
                 race.shape(make(), *shape)
     if "kernels" in kinds:
-        for make in (lambda: Today(HEAP), lambda: Lines(HEAP, memory=True)):
+        for make in (lambda: Today(HEAP), lambda: Lines(HEAP, memory=True))[first:]:
             race.kernels(make)
     if race.checks:
         raise click.ClickException("; ".join(race.checks))

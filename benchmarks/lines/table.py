@@ -1,4 +1,4 @@
-"""The table of docs/compact-heap.md, made from the newest rows of the race.
+"""The tables of docs/compact-heap.md, made from the newest rows of the races.
 
 python -m benchmarks.lines.table
 """
@@ -38,8 +38,30 @@ def comparison(rows: list[dict[str, str]]) -> str:
     return table(("row", "op", "today", "lines", "at most"), 2, body)
 
 
+def variants(pairs: list[dict[str, str]], halves: list[dict[str, str]]) -> str:
+    """The rows of two variants of the experiment, side by side, and those that one has alone."""
+    found = [
+        {(row["row"], row["op"]): row for row in rows if row["allocator"] == "lines"}
+        for rows in (pairs, halves)
+    ]
+    body = []
+    for name, op in dict.fromkeys([*found[0], *found[1]]):
+        digits = 2 if name.startswith("shape") and op not in ("alloc", "free") else 1
+        rows = [each.get((name, op)) for each in found]
+        cells = (f"{float(row['median']):.{digits}f}" if row else "" for row in rows)
+        body.append((name, op, *cells))
+    return table(("row", "op", "pairs", "halves"), 2, body)
+
+
+def blocks() -> dict[str, str]:
+    """Each table of the document by its name."""
+    first, second = read_rows(newest(FOLDER)), read_rows(newest(FOLDER / "halves"))
+    return {"lines": comparison(first), "halves": variants(first, second)}
+
+
 def write(document: Path = DOCUMENT) -> None:
-    write_block(document, "lines", comparison(read_rows(newest(FOLDER))))
+    for name, text in blocks().items():
+        write_block(document, name, text)
 
 
 if __name__ == "__main__":
