@@ -573,6 +573,9 @@ class Cache(Owner):
         """Compute anew what an interrupted call has left half done."""
         self._take_loan()
         audit.repair(self._store)
+        # What the call would have given back to the source: of pools without uses, or all of it.
+        self._returned.append((0, 0, None))
+        self._closing = self._store.closed
         self._torn = False
         self._watch()
 
@@ -612,7 +615,7 @@ class Cache(Owner):
 
     def _free_if_live(self, freed: Freed) -> None:
         address, claim, routed = freed
-        if address == 0:  # of pools that were abandoned
+        if address == 0:  # for pools that nobody uses
             self._store.release_all_unused()
             return
         block = self._store.live(address, claim)

@@ -79,10 +79,10 @@ class World:
     """A cache with some of everything: blocks of two streams, free ones, pending ones, a pool."""
 
     def __init__(self, policy: str | Policy, share: bool = False) -> None:
-        self.source = NumberSource(capacity=200 * MIB)
+        self.source = NumberSource(capacity=240 * MIB)
         self.streams = FakeStreams()
         self.cache = Cache(
-            self.source, policy, limit=160 * MIB, streams=self.streams, share_streams=share
+            self.source, policy, limit=200 * MIB, streams=self.streams, share_streams=share
         )
         cache = self.cache
         self.blocks = [cache.malloc(300 * KIB, stream) for stream in (0, 0, 0, 0, 1, 1)]
@@ -98,6 +98,8 @@ class World:
         cache.free(self.blocks[0])
         cache.free(self.blocks[2])
         self.pool = cache.private_pool()
+        with cache.route(self.pool):
+            cache.free(cache.malloc(8 * MIB))
 
     def live(self) -> set[int]:
         segments = self.cache.snapshot()["segments"]
@@ -122,6 +124,8 @@ class World:
         assert stats["allocation.all.allocated"] == stats["allocation.all.freed"]
         if self.pool.uses:
             self.pool.release()
+        cache.process_events()
+        assert not cache._store.privates, "a pool that nobody has stays"
         cache.close()
         cache.audit()
         assert not self.source.live
@@ -162,9 +166,10 @@ OTHERS: dict[str, Callable[[World], object]] = {
     "forget_stream": lambda world: world.cache.forget_stream(1),
     "capture": _capture,
     "stats": lambda world: world.cache.stats(),
-    "limit": lambda world: world.cache.set_limit(100 * MIB),
+    "limit": lambda world: world.cache.set_limit(90 * MIB),  # which releases
     "record_stream": lambda world: world.cache.record_stream(world.large, 5),
     "private pool": lambda world: world.cache.private_pool(),
+    "release": lambda world: world.pool.release(),
 }
 SOME_POLICIES = (
     ("torch", False),
@@ -226,6 +231,17 @@ def test_an_interrupted_free_has_happened_or_not(
             world.cache.free(address)
         world.end()
     assert outcomes == {False, True}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_closed_cache_should_give_back_goes_back() -> None:
+    def make() -> World:
+        world = World("torch")
+        world.cache.close()
+        return world
+
+    for world in places(make, lambda world: world.cache.free(world.large)):
+        assert (world.large in world.source.live) == (world.large in world.live())
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -356,6 +372,57 @@ def test_a_block_whose_free_was_interrupted_frees_nobody_elses_memory(
     with pytest.raises(InvalidArgument, match="was freed before"):
         arena.record_stream(block, 7)
     assert arena.cache.owns(others[0])
+
+
+class Refusing(NumberSource):
+    """Takes nothing back while ``refuses``, and says so after a moment."""
+
+    refuses = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_back = threading.Event()
+
+    def free(self, address: int, nbytes: int) -> None:
+        if self.refuses:
+            self.asked_back.set()
+            time.sleep(0.001)  # in which another thread comes to wait for the lock
+            raise RuntimeError("not today")
+        super().free(address, nbytes)
+
+
+def test_who_frees_again_after_a_failure_races_the_next_owner() -> None:
+    """The block is free, but its segment could not be released, and another thread takes it."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(200):
+            source = Refusing()
+            arena = Arena(source=source, policy=AutoGrowthPolicy(free_idle_chunks="at_once"))
+            block = arena.alloc(5 * MIB)
+            others: list[int] = []
+
+            def take(
+                arena: Arena = arena, source: Refusing = source, to: list[int] = others
+            ) -> None:
+                source.asked_back.wait(10)
+                to.append(arena.cache.malloc(5 * MIB))
+
+            thread = threading.Thread(target=take)
+            thread.start()
+            with pytest.raises(RuntimeError, match="not today"):
+                arena.free(block)
+            thread.join(10)
+            assert others == [block.address]
+            source.refuses = False
+            with pytest.raises(DoubleFree, match="was freed before"):
+                arena.free(block)
+            assert arena.cache.owns(others[0])
+            arena.cache.free(others[0])
+            arena.cache.audit()
+            assert not source.live
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_only_the_owner_frees_a_claimed_block() -> None:
