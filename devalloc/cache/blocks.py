@@ -336,6 +336,17 @@ class Pool:
                 self._idle.add(place)
         return self._idle
 
+    def all_idle(self) -> list[Segment]:
+        """The idle segments by (stream, size, address), for a caller that releases most of them.
+
+        They count as touched from now on: releasing them removes nothing from an ordered set.
+        """
+        self.touched.update(segment for _, segment in self._places.values())
+        self._idle, self._places = SortedSet(), {}
+        idle = [segment for segment in self.touched if segment.idle]
+        self.touched = set(idle)
+        return sorted(idle, key=lambda at: (at.first.home.stream, at.size, at.address))
+
     def idle_at(self, address: int) -> Segment:
         return self._places[address][1]
 

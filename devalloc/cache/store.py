@@ -497,21 +497,14 @@ class Store:
         else:
             source.free(segment.address, segment.size)
 
-    def idle_segments(self, pools: PoolSet, index: int) -> list[Segment]:
-        """The segments of one pool that are one free block, by (stream, size, address)."""
-        pool = pools.pools[index]
-        places = sorted((stream, size, address) for size, stream, address in pool.idle())
-        return [pool.idle_at(address) for _, _, address in places]
-
     def release_idle(self, pools: PoolSet) -> None:
         """Give back every idle segment of some pools, large ones first."""
         if self.shared:
             for segment in self.segments.values():
                 if segment.pool in pools.pools:
                     self.unite(segment)
-        call_for_all(
-            self.release, [at for index in (1, 0) for at in self.idle_segments(pools, index)]
-        )
+        small, large = pools.pools
+        call_for_all(self.release, large.all_idle() + small.all_idle())
 
     def release_unused(self, pools: PoolSet) -> None:
         """Give back idle segments of private pools that no graph uses; drop the pools if empty."""

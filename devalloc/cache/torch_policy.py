@@ -192,7 +192,7 @@ class TorchPolicy(Policy):
         pool = store.default.pools[1]
         idle = {
             segment: pool.lookups - self._ages.get(segment, pool.lookups)
-            for segment in store.idle_segments(store.default, 1)
+            for segment in pool.all_idle()
         }
         reclaimed = 0
         while reclaimed < target and idle:
