@@ -598,7 +598,7 @@ class Cache(Owner):
     def _free_noted(self) -> None:
         self._urgent = False
         if self.reuse.stacks:
-            self._returned.extend((address, 0, None) for address in self.reuse.clear())
+            self._returned.extend(self.reuse.clear())
         if self._returned or self._closing:
             self._take_loan()
         if self._returned:
