@@ -47,10 +47,10 @@ class Process:
         rules = self.cache.policy
         self.front = bridge.Front("install", self.device, rules.unit, rules.zero_is_null)
         if front:
-            self.cache.attach_front(self.front)
+            self.cache.loan.attach(self.front)
         pluggable._INSTALLED.caches[self.device] = self.cache
         self.entered = 0
-        serve, take_back = self.cache.serve, self.cache.take_back
+        serve, take_back = self.cache.loan.serve, self.cache.loan.take_back
 
         def counted_serve(nbytes: int, stream: int) -> int:
             self.entered += 1
@@ -60,8 +60,8 @@ class Process:
             self.entered += 1
             take_back(address)
 
-        self.cache.serve = counted_serve  # type: ignore[method-assign]
-        self.cache.take_back = counted_take_back  # type: ignore[method-assign]
+        self.cache.loan.serve = counted_serve  # type: ignore[method-assign]
+        self.cache.loan.take_back = counted_take_back  # type: ignore[method-assign]
 
     def malloc(self, nbytes: int, stream: int = 0) -> int:
         return self.calls.malloc(nbytes, self.device, stream) or 0
@@ -338,9 +338,9 @@ def test_policies_that_see_every_call_do(policy: Policy) -> None:
     require_compiler()
     cache = Cache(NumberSource(), policy, limit="1GiB", streams=FakeStreams())
     front = bridge.Front("install", next(DEVICES) % 64, 512, True)
-    cache.attach_front(front)
+    cache.loan.attach(front)
     for _ in range(200):
-        cache.take_back(cache.serve(5 * MIB, 0))
+        cache.loan.take_back(cache.loan.serve(5 * MIB, 0))
     assert not front.counts()["on"]
 
 
@@ -620,8 +620,7 @@ def test_an_installed_arena_has_a_front(monkeypatch: pytest.MonkeyPatch) -> None
     calls = called(pluggable.functions)
     address = calls.malloc(1000, 63, None)
     calls.free(address, 1000, 63, None)
-    loan = arena.cache._loan
-    assert loan is not None
+    loan = arena.cache.loan
     assert isinstance(loan.front, bridge.Front)
     arena.cache.record_history("state")
     with pytest.raises(OutOfMemory):
@@ -634,7 +633,7 @@ def test_an_installed_arena_has_a_front(monkeypatch: pytest.MonkeyPatch) -> None
 ON_A_GPU = """
 import gc, os, threading, torch, devalloc
 arena = devalloc.Arena.install(policy="{policy}", limit="8GiB")
-front = arena.cache._loan.front
+front = arena.cache.loan.front
 torch.ones(1, device="cuda").sum().item()
 
 # Steady sizes: once no segment is added, and the front serves, nothing enters Python.
@@ -645,8 +644,8 @@ def turn():
 for _ in range(50):
     turn()
 entered = []
-serve = arena.cache.serve
-arena.cache.serve = lambda nbytes, stream: entered.append(nbytes) or serve(nbytes, stream)
+serve = arena.cache.loan.serve
+arena.cache.loan.serve = lambda nbytes, stream: entered.append(nbytes) or serve(nbytes, stream)
 for _ in range(50):
     turn()
 assert not entered, entered
