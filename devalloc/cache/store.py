@@ -36,7 +36,7 @@ from devalloc.cache.external import External
 from devalloc.cache.history import History
 from devalloc.cache.streams import Pending
 from devalloc.cleanup import call_for_all
-from devalloc.errors import OutOfMemory
+from devalloc.errors import DevallocError, OutOfMemory
 from devalloc.sources.base import granularity_of
 
 if TYPE_CHECKING:
@@ -475,6 +475,13 @@ class Store:
         try:
             with self._around_source():
                 taken.extend(map(self._give_to_source, (segment,)))
+        except DevallocError:
+            raise
+        except BaseException:
+            has = getattr(self.source, "has", None)
+            if has is not None and not has(segment.address):
+                taken.append(None)
+            raise
         finally:
             if taken:
                 del self.segments[segment.address]

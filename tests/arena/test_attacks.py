@@ -34,6 +34,8 @@ from devalloc import (
 )
 from devalloc.arena import Block
 from devalloc.cache import AutoGrowthPolicy, BfcPolicy, Cache, Policy
+from devalloc.sources import HostSource
+from devalloc.sources.adaptors import AlignedAdaptor
 from tests.arena.support import KIB, MIB, FakeStreams, NumberSource
 
 
@@ -231,6 +233,28 @@ def test_an_interrupted_free_has_happened_or_not(
             world.cache.free(address)
         world.end()
     assert outcomes == {False, True}
+
+
+@pytest.mark.parametrize("aligned", [False, True], ids=["plain", "aligned"])
+def test_an_interrupted_release_has_happened_or_not(aligned: bool) -> None:
+    """The source of host memory is interrupted too, and tells whether it has the memory back."""
+    place = 1
+    happened: bool | None = True
+    outcomes = set()
+    while happened is not None:
+        host = HostSource()
+        cache = Cache(AlignedAdaptor(host, 64 * KIB) if aligned else host)
+        cache.free(cache.malloc(30 * MIB))
+        happened = interrupt(cache.empty_cache, place)
+        outcomes.add(cache.reserved)
+        assert sorted(host._out._sizes) == sorted(host._maps)
+        cache.empty_cache()
+        cache.audit()
+        assert cache.reserved == 0
+        assert not host._maps
+        cache.close()
+        place += 1
+    assert outcomes == {0, 30 * MIB}
 
 
 @pytest.mark.filterwarnings("ignore")
