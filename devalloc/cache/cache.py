@@ -573,9 +573,11 @@ class Cache(Owner):
         """Compute anew what an interrupted call has left half done."""
         self._take_loan()
         audit.repair(self._store)
-        # What the call would have given back to the source: of pools without uses, or all of it.
-        self._returned.append((0, 0, None))
-        self._closing = self._store.closed
+        if not self._store.refused:
+            # What the call would have given back to the source: of pools without uses, or all.
+            self._returned.append((0, 0, None))
+            self._closing = self._store.closed
+        self._store.refused = False
         self._torn = False
         self._watch()
 

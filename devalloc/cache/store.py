@@ -107,6 +107,8 @@ class Store:
         self.captures = 0
         self.closed = False
         self.failure: OutOfMemory | None = None
+        self.refused = False
+        """Whether the source failed to take memory back in the call that was torn by that."""
         self._best_fit = policy.best_fit
         capabilities = getattr(source, "capabilities", None)
         self._stream_ordered = bool(getattr(capabilities, "stream_ordered", False))
@@ -477,7 +479,8 @@ class Store:
                 taken.extend(map(self._give_to_source, (segment,)))
         except DevallocError:
             raise
-        except BaseException:
+        except BaseException as error:
+            self.refused = isinstance(error, Exception)
             has = getattr(self.source, "has", None)
             if has is not None and not has(segment.address):
                 taken.append(None)
