@@ -111,7 +111,10 @@ def _check_sums(store: Store) -> None:
         held = segments + store.external.held - store.external.asleep - asleep
         _require(held <= store.limit, f"C3: {held} B reserved over the limit")
     for pool in store.all_pools():
-        idle = {at for at, each in store.segments.items() if each.pool is pool and each.idle}
+        mine = {at: each for at, each in store.segments.items() if each.pool is pool}
+        nbytes = sum(each.size for each in mine.values())
+        _require(pool.nbytes == nbytes, f"C3: {pool.nbytes} B in a pool, segments {nbytes} B")
+        idle = {at for at, each in mine.items() if each.idle}
         _require(idle == {at for _, _, at in pool.idle()}, "C3: idle segments miscounted")
     sums = {FREE: 0, LIVE: 0, PENDING: 0, TAKEN: 0}
     for block in store.blocks.values():
@@ -146,7 +149,7 @@ def repair(store: Store) -> None:
     blocks = {}
     for segment in store.segments.values():
         pool = segment.pool
-        pool.segments += 1
+        pool.nbytes += segment.size
         pool.touched.add(segment)
         for block in segment.blocks():
             if block.state == TAKEN:

@@ -421,10 +421,16 @@ class Store:
     def grow(self, request: Request, nbytes: int) -> Block | None:
         """Ask the source for a segment of at least ``nbytes`` and serve the request from it.
 
-        The segment has all that the source takes for it: whole multiples of its granularity. The
-        limit is checked first. Returns None if the limit or the source refuses; `failure` then
-        has the source's error, if there is one, until the request is over.
+        In pools whose segments widen, a wider one is asked for first. The segment has all that the
+        source takes for it: whole multiples of its granularity. The limit is checked first. Returns
+        None if the limit or the source refuses; `failure` then has the source's error, if there is
+        one, until the request is over.
         """
+        wide = request.pools.segment_for(request.index, request.size)
+        block = self._take_segment(request, wide) if wide > nbytes else None
+        return block or self._take_segment(request, nbytes)
+
+    def _take_segment(self, request: Request, nbytes: int) -> Block | None:
         self.failure = None
         request.segment = nbytes = (nbytes + self._granularity - 1) & -self._granularity
         home = request.home
@@ -450,7 +456,7 @@ class Store:
             self.asking = 0
         self.blocks[block.address] = block
         home.gained_block()
-        home.pool.segments += 1
+        home.pool.nbytes += nbytes
         home.add(nbytes, block.address)
         self.counts["num_device_alloc"] += 1
         self.statistics.rows.extend((nbytes | rows.SEGMENT_IN | request.index, 0))
@@ -517,7 +523,7 @@ class Store:
         """Give back idle segments of private pools that no graph uses; drop the pools if empty."""
         if self.may_release():
             self.release_idle(pools)
-            if pools.segments == 0:
+            if pools.nbytes == 0:
                 self.privates.pop(pools.owner, None)
 
     def release_all_unused(self) -> None:

@@ -151,6 +151,7 @@ class Regions:
             found = self._by_tag.get(tag)
             if found is None:
                 pool = self._cache.private_pool()
+                pool.pools.widens = True
                 kept = Backup(self._cache.source.device, self.settings)
                 found = self._by_tag[tag] = _Region(tag, backup, on_resume, pool, kept)
         if found.options != (backup, on_resume):
@@ -166,8 +167,9 @@ class Regions:
         region = self.here()
         if region is not None:
             # (Pools whose graphs and memory are gone take no part any more.)
-            region.graphs = [at for at in region.graphs if at.uses or at.segments]
+            region.graphs = [at for at in region.graphs if at.uses or at.nbytes]
             region.graphs.append(pool.pools)
+            pool.pools.widens = True
             pool.pools.refusal = region.refusal
         return pool
 

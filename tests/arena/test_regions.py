@@ -102,6 +102,39 @@ def test_memory_goes_and_comes_back_at_its_place(arena: Arena) -> None:
     assert bool((weights == 3).all())
 
 
+def test_many_blocks_have_few_segments(arena: Arena) -> None:
+    """Each segment costs as much to pause as tens of MiB do; a sixteenth more may be reserved."""
+    size, blocks = 3_435_520, []
+    with arena.region("many"):
+        while len(blocks) < 5000:
+            blocks.append(arena.alloc(size))
+            taken = len(blocks) % 100 == 0 and arena.tags()[0].nbytes
+            assert taken <= (len(blocks) / 6 + 1) * 20 * MIB * 17 / 16, "six to a segment without"
+    arena.cache.audit()
+    assert len(arena.snapshot()["segments"]) < 120, "834 without"
+    with arena.region("few"):
+        blocks.append(arena.alloc(1000))
+    assert arena.tags()[1].nbytes == 2 * MIB, "a small region takes what any arena takes"
+    blocks.append(arena.alloc(size))
+    assert arena.memory_reserved() == sum(each.nbytes for each in arena.tags()) + 20 * MIB
+    for block in blocks:
+        arena.free(block)
+
+
+def test_a_wide_segment_that_does_not_fit_is_no_reason_to_fail(source: VirtualSource) -> None:
+    with Arena(source=source) as arena, arena.region("a"):
+        blocks = [arena.alloc("4MiB") for _ in range(160)]
+        assert len(arena.snapshot()["segments"]) < 160 // 5, "some are wide"
+        limit = arena.memory_reserved() + 20 * MIB
+        arena.set_limit(limit)
+        with pytest.raises(OutOfMemory):
+            while True:
+                blocks.append(arena.alloc("4MiB"))
+        assert arena.memory_reserved() == limit
+        for block in blocks:
+            arena.free(block)
+
+
 def test_content_without_a_backup(arena: Arena) -> None:
     with arena.region("scratch", on_resume="zero"):
         zeroed = arena.full((1000,), 7.0)
