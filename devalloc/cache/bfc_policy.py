@@ -106,10 +106,14 @@ class BfcPolicy(Policy):
 
     @property
     def front_rule(self) -> FrontRule | None:
-        return None if self.careful else FrontRule(self._padding, self._padding, halves=True)
+        return None if self.careful else FrontRule(self._least, self._least, halves=True)
+
+    @property
+    def _least(self) -> int:
+        return MIN_CHUNK if self.expandable_segments else self._padding
 
     def splits(self, index: int, whole: int, size: int) -> bool:
-        return whole >= 2 * size or whole - size >= self._padding
+        return whole >= 2 * size or whole - size >= self._least
 
     # Searching ------------------------------------------------------------------------------------
 

@@ -126,10 +126,11 @@ class Segment:
     """One piece of memory from the source: ``size`` bytes at ``address``, taken for ``stream``.
 
     ``asleep`` says that only its addresses are there, and no memory (see
-    `devalloc.cache.private_pools`).
+    `devalloc.cache.private_pools`). ``range`` is where it may grow, if it may (see
+    `devalloc.cache.expandable`).
     """
 
-    __slots__ = ("address", "asleep", "first", "frames", "pool", "size", "stream")
+    __slots__ = ("address", "asleep", "first", "frames", "last", "pool", "range", "size", "stream")
 
     def __init__(self, address: int, size: int, stream: int, pool: Pool) -> None:
         self.address = address
@@ -137,7 +138,9 @@ class Segment:
         self.stream = stream
         self.pool = pool
         self.asleep = False
+        self.range: Range | None = None
         self.first: Block
+        self.last: Block
         self.frames: list[dict[str, object]] | None = None
 
     def blocks(self) -> Iterator[Block]:
@@ -151,6 +154,21 @@ class Segment:
     def idle(self) -> bool:
         """Whether the whole segment is one free block."""
         return self.first.state == FREE and self.first.next is None
+
+
+class Range:
+    """Reserved addresses in which segments grow, for one pool and one stream."""
+
+    __slots__ = ("address", "nbytes", "stream")
+
+    def __init__(self, address: int, nbytes: int, stream: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.stream = stream
+
+    @property
+    def end(self) -> int:
+        return self.address + self.nbytes
 
 
 class Block:
@@ -305,10 +323,20 @@ class Pool:
     ``owner`` is the identifier in snapshots: (0, 0), or that of a private pool. ``lookups`` counts
     searches; the age of a free block is measured in searches. ``nbytes`` is the sum of the
     segments. ``touched`` has the segments that have become idle, or no longer are, since `idle` was
-    asked.
+    asked. ``ranges`` has the addresses that are reserved for segments that grow.
     """
 
-    __slots__ = ("_idle", "_places", "index", "lists", "lookups", "nbytes", "owner", "touched")
+    __slots__ = (
+        "_idle",
+        "_places",
+        "index",
+        "lists",
+        "lookups",
+        "nbytes",
+        "owner",
+        "ranges",
+        "touched",
+    )
 
     def __init__(self, index: int, owner: tuple[int, int]) -> None:
         self.index = index
@@ -316,6 +344,7 @@ class Pool:
         self.lists: dict[int, FreeList] = {}
         self.lookups = 0
         self.nbytes = 0
+        self.ranges: dict[int, Range] = {}
         self.touched: set[Segment] = set()
         self._idle: SortedSet[tuple[int, ...]] = SortedSet()
         self._places: dict[int, tuple[tuple[int, ...], Segment]] = {}
@@ -345,6 +374,10 @@ class Pool:
     def released(self, segment: Segment) -> None:
         """Forget a segment that has gone back to the source."""
         self.nbytes -= segment.size
+        self.forget(segment)
+
+    def forget(self, segment: Segment) -> None:
+        """Forget whether a segment is idle, which exists no longer."""
         self.touched.discard(segment)
         self._forget_idle(segment)
 
@@ -354,7 +387,7 @@ class Pool:
             self._idle.remove(known[0])
 
     def clear(self) -> None:
-        """Forget everything, to be filled anew."""
+        """Forget what can be computed, to be filled anew."""
         self.lists = {}
         self.nbytes = 0
         self.touched = set()

@@ -44,10 +44,12 @@ class TinyPolicy(Policy):
 
     @property
     def front_rule(self) -> FrontRule:
-        return FrontRule(MIN_BLOCK, SMALL_MAX + 1)
+        return FrontRule(MIN_BLOCK, MIN_BLOCK if self.expandable_segments else SMALL_MAX + 1)
 
     def splits(self, index: int, whole: int, size: int) -> bool:
-        return whole - size >= MIN_BLOCK if index == 0 else whole - size > SMALL_MAX
+        if index == 0 or self.expandable_segments:
+            return whole - size >= MIN_BLOCK
+        return whole - size > SMALL_MAX
 
     def miss(self, store: Store, request: Request) -> Block | None:
         nbytes = two_pool_segment(request.size)

@@ -62,11 +62,17 @@ class Policy:
         The caller gets the end of a block that is split, not its front.
     zero_is_null : bool
         A request of 0 bytes gives address 0 and no block.
+    expandable_segments : bool
+        An option of every policy: segments grow instead of being taken one by one, and give back
+        what is free in their middle (`devalloc.cache.expandable`). Every remainder is split off.
+        Needs a source that can map memory, such as ``"virtual"``.
     """
 
     name: ClassVar[str]
     takes_tail: ClassVar[bool] = False
     zero_is_null: ClassVar[bool] = True
+
+    expandable_segments: bool = dataclasses.field(default=False, kw_only=True)
 
     def attach(self, store: Store) -> None:
         """Begin to serve a cache, or continue under a new limit.
