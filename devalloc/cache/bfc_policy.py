@@ -70,6 +70,7 @@ class BfcPolicy(Policy):
     _padding: int = dataclasses.field(default=_DEFAULT_PADDING, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.first_region = size_option("first_region", self.first_region, 1)
         require_fraction("fragmentation_fraction", self.fragmentation_fraction, 1.0)
         require_fraction("retry_wait_s", self.retry_wait_s, 3600.0)
@@ -152,7 +153,10 @@ class BfcPolicy(Policy):
 
     def _extend(self, store: Store, request: Request) -> Block | None:
         """Ask for a new region: the current size, doubled until the request fits. On failure ask
-        for nine tenths, repeatedly, down to the size of the request."""
+        for nine tenths, repeatedly, down to the size of the request. An expandable segment grows by
+        what the request needs."""
+        if self.expandable_segments:
+            return store.grow(request, request.size)
         room = store.room()
         available = None if room is None else room // MIN_CHUNK * MIN_CHUNK
         if available is not None and request.size > available:

@@ -91,8 +91,13 @@ class Expandable:
         )
 
     def _place(self, request: Request, nbytes: int) -> Place:
-        """The lowest gap in which ``nbytes`` fit, with what is free on both sides of it."""
+        """The lowest gap in which the request fits, with what is free on both sides of it.
+
+        As much is to be mapped that ``nbytes`` are free there; or only what is needed, if the rest
+        would be less than a page.
+        """
         home = request.home
+        wanted = nbytes if nbytes >= request.size + self._page else request.size
         for found in home.pool.ranges.values():
             if found.stream != request.stream:
                 continue
@@ -101,13 +106,13 @@ class Expandable:
             for after in (*self._segments_in(found), None):
                 end = found.end if after is None else after.address
                 if end > start:
-                    head = self._free_at(home, before and before.last)
-                    tail = self._free_at(home, after and after.first)
+                    head = self._free_at(home, None if before is None else before.last)
+                    tail = self._free_at(home, None if after is None else after.first)
                     if head + end - start + tail >= request.size:
-                        size = round_up(max(nbytes - head, 1), self._page)
+                        size = round_up(max(wanted - head, 1), self._page)
                         return Place(found, start, min(size, end - start), before, after)
                 before, start = after, end + (0 if after is None else after.size)
-        return Place(None, 0, round_up(nbytes, self._page), None, None)
+        return Place(None, 0, round_up(wanted, self._page), None, None)
 
     def _segments_in(self, found: Range) -> list[Segment]:
         inside = [at for at in self._store.segments.values() if at.range is found]
@@ -263,6 +268,8 @@ class Expandable:
     def _take_out(self, block: Block, start: int, end: int) -> None:
         """Unmap [start, end) of a free block; its segment becomes shorter, or two."""
         store, segment, home = self._store, block.segment, block.home
+        found = segment.range
+        assert found is not None
         pool, whole, stamp = home.pool, block.size, store.stamps.get(block.address)
         before, after = block.prev, block.next
         front, rest = start - block.address, block.address + block.size - end
@@ -271,7 +278,7 @@ class Expandable:
         if rear is not None:
             nbytes = segment.address + segment.size - end
             second = Segment(rear.address, nbytes, segment.stream, pool)
-            second.first, second.range = rear, segment.range
+            second.first, second.range = rear, found
             second.frames = segment.frames
             second.last = segment.last if segment.last is not block else rear
         last = block if front else before
@@ -279,7 +286,7 @@ class Expandable:
         counted = self._divided([*beside, block])
         taken: list[None] = []
         try:
-            taken.extend(map(self.unmap, (segment.range,), (start,), (end - start,)))
+            taken.extend(map(self.unmap, (found,), (start,), (end - start,)))
         finally:
             # (No call in these lines either.)
             if taken:
@@ -353,12 +360,13 @@ class Expandable:
         code: int,
         nbytes: int,
     ) -> None:
-        """Enter ``nbytes`` with ``code``, and rows of 0 bytes to make the count of segments right."""
+        """Enter ``nbytes`` with ``code``, and rows of 0 bytes for the count of segments."""
         change = sum(at is not None for at in now) - sum(at is not None for at in before)
         change -= 1 if code == rows.SEGMENT_IN else -1
         correction = rows.SEGMENT_IN if change > 0 else rows.SEGMENT_OUT
         entries = [(correction | pool.index, 0)] * abs(change)
         # (What goes goes first, so that no peak is too high.)
-        entries.insert(len(entries) if code == rows.SEGMENT_IN else 0, (nbytes | code | pool.index, 0))
+        last = len(entries) if code == rows.SEGMENT_IN else 0
+        entries.insert(last, (nbytes | code | pool.index, 0))
         for entry in entries:
             self._store.statistics.rows.extend(entry)

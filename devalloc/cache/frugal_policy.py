@@ -94,6 +94,7 @@ class FrugalPolicy(Policy):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.allowance = size_option("allowance", self.allowance, 0)
         require_count("patience", self.patience, 1)
         self.medium_segment = size_option("medium_segment", self.medium_segment, SMALL_SEGMENT)

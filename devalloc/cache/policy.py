@@ -13,6 +13,7 @@ import dataclasses
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from devalloc.errors import InvalidArgument
+from devalloc.sizes import quote
 
 if TYPE_CHECKING:
     from devalloc.cache.blocks import Block, FreeList
@@ -69,10 +70,16 @@ class Policy:
     """
 
     name: ClassVar[str]
-    takes_tail: ClassVar[bool] = False
     zero_is_null: ClassVar[bool] = True
 
     expandable_segments: bool = dataclasses.field(default=False, kw_only=True)
+    takes_tail = False  # (not a field)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.expandable_segments, bool):
+            raise InvalidArgument(
+                f"expandable_segments is True or False, not {quote(self.expandable_segments)}"
+            )
 
     def attach(self, store: Store) -> None:
         """Begin to serve a cache, or continue under a new limit.

@@ -513,9 +513,8 @@ class Store:
         pool.released(segment)
         self.counts["num_device_free"] += 1
         self.statistics.rows.extend((segment.size | rows.SEGMENT_OUT | pool.index, 0))
-        if segment.range is None:
-            action = "segment_free"
-        else:
+        action = "segment_free"
+        if self.expandable is not None and segment.range is not None:
             action = "segment_unmap"
             self.expandable.give_up_ranges(pool)
         self.history.segment_changed(segment, action, segment.address, segment.size)
@@ -523,7 +522,7 @@ class Store:
 
     def _give_to_source(self, segment: Segment) -> None:
         source: Any = self.source
-        if segment.range is not None:
+        if self.expandable is not None and segment.range is not None:
             self.expandable.unmap(segment.range, segment.address, segment.size)
         elif self._stream_ordered:
             source.free(segment.address, segment.size, segment.stream)

@@ -70,6 +70,7 @@ class TorchPolicy(Policy):
     _ages: dict[Segment, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         given = self.roundup_power2_divisions
         if isinstance(given, int):
             given = (given,) * INTERVALS

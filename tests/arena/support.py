@@ -81,7 +81,8 @@ class NumberSource:
         added = {start: min(largest, offset + nbytes - start) for start in ends}
         present = self.parts_of[address]
         assert not any(at < offset + nbytes and offset < at + n for at, n in present.items())
-        present.update(added)
+        added.update(present)
+        self.parts_of[address] = added  # last: an interrupted call has not happened
 
     def unmap(self, address: int, offset: int, nbytes: int) -> None:
         present = self.parts_of[address]
@@ -89,7 +90,7 @@ class NumberSource:
         assert sum(present[at] for at in inside) == nbytes, "whole pieces are unmapped"
         left = {at: size for at, size in present.items() if at not in inside}
         self.freed.append(nbytes)
-        self.parts_of[address] = left  # last, as above
+        self.parts_of[address] = left  # last, as in map
 
     def parts(self, address: int, offset: int, nbytes: int) -> list[tuple[int, int]]:
         present = sorted(self.parts_of[address].items())

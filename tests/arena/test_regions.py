@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def test_a_wide_segment_that_does_not_fit_is_no_reason_to_fail(source: VirtualSo
         assert len(arena.snapshot()["segments"]) < 160 // 5, "some are wide"
         limit = arena.memory_reserved() + 20 * MIB
         arena.set_limit(limit)
-        with pytest.raises(OutOfMemory):
+        with suppress(OutOfMemory):
             while True:
                 blocks.append(arena.alloc("4MiB"))
         assert arena.memory_reserved() == limit
