@@ -148,6 +148,7 @@ def steps(seed: str, count: int) -> Iterator[tuple[str, int, int]]:
         "torch",
         "max_split_size_mb:24",
         "roundup_power2_divisions:4",
+        "expandable_segments:True",
         "bfc",
         "auto_growth",
         "frugal",
@@ -492,7 +493,9 @@ def test_wrong_frees_are_shown(process: Process) -> None:
     process.free(address, 5 * MIB)
 
 
-@pytest.mark.parametrize("policy", ["torch", "bfc", "auto_growth", "frugal", "tiny"])
+@pytest.mark.parametrize(
+    "policy", ["torch", "bfc", "auto_growth", "frugal", "tiny", "expandable_segments:True"]
+)
 def test_random_calls(policy: str, make: Callable[..., Process]) -> None:
     """Against a plain model: what is live is disjoint, on its stream, and all is accounted for."""
     process = make(policy, capacity=400 * MIB)
