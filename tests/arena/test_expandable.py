@@ -298,7 +298,7 @@ def test_history_and_snapshots_say_what_was_mapped() -> None:
 def test_it_takes_a_source_that_can_map(name: str) -> None:
     policy = make_policy(name, expandable_segments=True)
     for source in (HostPagesless(), StatisticsAdaptor(SimulatedSource())):
-        with pytest.raises(InvalidArgument, match='reserved addresses, .*use source="virtual"'):
+        with pytest.raises(InvalidArgument, match=r'reserved addresses, .*use source="virtual"'):
             Cache(source, policy)
     with pytest.raises(InvalidArgument, match='use source="virtual"'):
         Arena("cpu", policy=policy)

@@ -17,14 +17,15 @@ import torch
 
 from devalloc import Arena, DevallocError, InvalidArgument, OutOfMemory
 from devalloc.sources import VirtualSource
+from devalloc.sources.cuda_pages import CudaPages
 from devalloc.sources.pages import HostPages
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
 
 
-class Failing(HostPages):
-    """Raises at the call of number ``at``, counted from when it was set."""
+class Fails:
+    """Pages that raise at the call of number ``at``, counted from when it was set."""
 
     at: int | None = None
     calls: int = 0
@@ -52,6 +53,14 @@ class Failing(HostPages):
     def unmap(self, address: int, nbytes: int) -> None:
         self._count()
         super().unmap(address, nbytes)
+
+
+class Failing(Fails, HostPages):
+    pass
+
+
+class FailingOnCuda(Fails, CudaPages):
+    pass
 
 
 @pytest.fixture
@@ -370,20 +379,27 @@ def test_all_or_nothing(source: VirtualSource, pages: Failing, step: str) -> Non
     assert failures >= 4
 
 
-def test_random_rounds_with_failures(source: VirtualSource, pages: Failing) -> None:
-    """Pause, resume, allocate, free, with injected failures: contents right, nothing lost."""
+def random_rounds(source: VirtualSource, pages: Fails, rounds: int, largest: int) -> int:
+    """Pause, resume, allocate, free, with injected failures: contents right, nothing lost.
+
+    Returns how many calls failed. ``largest``: elements of the largest tensors.
+    """
     draw = random.Random(7)
-    tags = ("a", "b", "c")
-    with Arena(source=source, limit="256MiB") as arena:
+    backups = {"a": "cpu", "b": "cpu", "c": None}
+    failures = 0
+    with Arena(source=source, limit=256 * largest) as arena:
         live: list[tuple[str, torch.Tensor, int]] = []
-        for turn in range(1000):
-            tag = draw.choice(tags)
+        for turn in range(rounds):
+            tag = draw.choice(tuple(backups))
             pages.arm(draw.randrange(1, 12) if draw.random() < 0.3 else None)
             try:
                 action = draw.choice(("pause", "resume", "alloc", "alloc", "free"))
                 if action == "alloc":
-                    with arena.region(tag, backup="cpu"):
-                        tensor = arena.full((draw.choice((1000, 300_000, MIB)),), turn)
+                    with arena.region(tag, backup=backups[tag]):
+                        size = draw.choice((1000, largest // 4 + 77, largest))
+                        tensor = arena.full((size,), turn)
+                        if backups[tag] is None:
+                            arena.keep(tensor, "backup")
                     live.append((tag, tensor, turn))
                 elif action == "free":
                     if live:
@@ -391,7 +407,7 @@ def test_random_rounds_with_failures(source: VirtualSource, pages: Failing) -> N
                 else:
                     getattr(arena, action)(draw.choice((tag, None)))
             except DevallocError:
-                pass
+                failures += 1
             pages.arm(None)
             arena.cache.audit()
             states = {each.tag: each.state for each in arena.tags()}
@@ -407,6 +423,26 @@ def test_random_rounds_with_failures(source: VirtualSource, pages: Failing) -> N
     assert (stats.address_space, stats.mapped) == (0, 0)
     source.trim()
     assert source.stats().idle == 0
+    return failures
+
+
+def test_random_rounds_with_failures(source: VirtualSource, pages: Failing) -> None:
+    assert random_rounds(source, pages, 1000, MIB) > 100
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_random_rounds_with_failures_lose_nothing() -> None:
+    device = torch.device("cuda", 0)
+    pages = FailingOnCuda(device)
+
+    def free_after(rounds: int) -> int:
+        assert random_rounds(VirtualSource(device, pages), pages, rounds, 4 * MIB) > rounds // 10
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+
+    before = free_after(100)  # kernels are loaded now
+    assert free_after(1000) >= before, "by the driver's count"
 
 
 @pytest.mark.gpu
