@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -192,6 +193,40 @@ def test_nothing_is_allocated_in_what_sleeps(arena: Arena) -> None:
     arena.resume("kv")
     arena.record_stream(first, 5)
     arena.free(first)
+
+
+REFUSED = {
+    "alloc": lambda arena, tensor, block: arena.alloc("3MiB"),
+    "a tensor of new shape": lambda arena, tensor, block: arena.empty(7),
+    "a tensor like one that ended": lambda arena, tensor, block: arena.empty(123),
+    "zeros": lambda arena, tensor, block: arena.zeros(5),
+    "full": lambda arena, tensor, block: arena.full((5,), 3.0),
+    "empty_like": lambda arena, tensor, block: arena.empty_like(tensor),
+    "heap": lambda arena, tensor, block: arena.heap("64KiB"),
+    "keep a tensor": lambda arena, tensor, block: arena.keep(tensor, "zero"),
+    "keep a block": lambda arena, tensor, block: arena.keep(block, "discard"),
+    "record_stream": lambda arena, tensor, block: arena.record_stream(tensor, 5),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
+def test_calls_refuse_what_sleeps(arena: Arena, call: Callable[..., object]) -> None:
+    """By the tag, and nothing has changed."""
+    with arena.region("kv", backup="cpu"):
+        tensor, block = arena.full((1000,), 3.0), arena.alloc(1000)
+        ended = arena.empty(123)
+        arena.pause()
+        del ended  # its block is not parked for the next of its shape
+        before = arena.stats()
+        with pytest.raises(InvalidArgument, match="the region 'kv' is asleep"):
+            call(arena, tensor, block)
+        after = arena.stats()
+    assert {name: after[name] for name in before if "current" in name} == {
+        name: before[name] for name in before if "current" in name
+    }
+    arena.resume()
+    assert bool((tensor == 3).all())
+    arena.free(block)
 
 
 def test_what_is_freed_while_asleep(arena: Arena) -> None:
