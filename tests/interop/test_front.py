@@ -636,7 +636,7 @@ def test_an_installed_arena_has_a_front(monkeypatch: pytest.MonkeyPatch) -> None
 
 ON_A_GPU = """
 import gc, os, threading, torch, devalloc
-arena = devalloc.Arena.install(policy="{policy}", limit="8GiB")
+arena = devalloc.Arena.install(policy="{policy}", source="{source}", limit="8GiB")
 front = arena.cache._loan.front
 torch.ones(1, device="cuda").sum().item()
 
@@ -743,10 +743,11 @@ print("sound")
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("policy", ["torch", "frugal", "bfc"])
+@pytest.mark.parametrize("policy", ["torch", "frugal", "bfc", "expandable_segments:True"])
 def test_on_the_gpu_the_front_keeps_every_promise(policy: str) -> None:
+    source = "virtual" if "expandable" in policy else "cuda"
     done = subprocess.run(
-        [sys.executable, "-c", ON_A_GPU.replace("{policy}", policy)],
+        [sys.executable, "-c", ON_A_GPU.replace("{policy}", policy).replace("{source}", source)],
         cwd=ROOT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.stdout == "sound\n", done.stderr
