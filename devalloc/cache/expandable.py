@@ -177,8 +177,6 @@ class Expandable:
                 store.segments[segment.address] = segment
                 store.reserved += size
             store.asking = 0
-            if not mapped:
-                self.give_up_ranges(pool)
         store.blocks[address] = block
         home.gained_block()
         pool.nbytes += size
@@ -242,7 +240,7 @@ class Expandable:
                 gone.append((self.shrink(block, left), home))
 
         call_for_all(shrink, free)
-        call_for_all(self.give_up_ranges, pools.pools)  # those that an interruption has left
+        call_for_all(self.give_up_ranges, pools.pools)  # those that were made for nothing
         return [(nbytes, home) for nbytes, home in gone if nbytes]
 
     def shrink(self, block: Block, enough: int | None = None) -> int:

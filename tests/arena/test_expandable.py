@@ -17,6 +17,7 @@ from devalloc import Arena, DevallocError, InvalidArgument, OutOfMemory
 from devalloc.cache import (
     POLICIES,
     AutoGrowthPolicy,
+    BfcPolicy,
     Cache,
     FrugalPolicy,
     TorchPolicy,
@@ -152,6 +153,27 @@ def test_many_tensors_replaced_by_larger_ones(name: str) -> None:
     most = stats["reserved_bytes.all.peak"] / stats["allocated_bytes.all.peak"]
     assert most <= 1.1
     assert source.peak == stats["reserved_bytes.all.peak"]
+    cache.audit()
+
+
+def test_what_is_not_safe_yet_does_not_count_as_free_beside_a_gap() -> None:
+    """With time stamps: it is not merged with what is mapped behind it."""
+    source = NumberSource()
+    cache = Cache(source, BfcPolicy(timestamps=True, expandable_segments=True))
+    cache.free(cache.malloc(20 * MIB))
+    large = cache.malloc(30 * MIB)
+    assert source.asked == [20 * MIB, 30 * MIB]
+    assert cache.size_of(large) == 30 * MIB
+    cache.audit()
+
+
+def test_a_range_that_was_made_for_nothing_goes() -> None:
+    source = NumberSource(capacity=0)
+    cache = Cache(source, EXPANDABLE)
+    with pytest.raises(OutOfMemory, match="the source has 0 bytes"):
+        cache.malloc(1000)
+    cache.empty_cache()
+    assert not source.parts_of
     cache.audit()
 
 
