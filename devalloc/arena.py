@@ -25,7 +25,7 @@ from devalloc.errors import DoubleFree, InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
 from devalloc.regions import RegionMethods, Regions
 from devalloc.sizes import format_size, parse_size, quote
-from devalloc.sources import Segment, SimulatedSource, Source, VirtualSource
+from devalloc.sources import Capabilities, Segment, SimulatedSource, Source, VirtualSource
 from devalloc.tensors import Key, TensorStay, without_elements
 
 if TYPE_CHECKING:
@@ -186,6 +186,8 @@ class Arena(RegionMethods, Owner):
         pluggable.require_unserved(cuda_place_of(device, source))
         trial = SimulatedSource()
         trial.granularity = getattr(source, "granularity", trial.granularity)
+        able = getattr(getattr(source, "capabilities", None), "mappable", source == "virtual")
+        trial.capabilities = Capabilities(mappable=able)
         cls(source=trial, policy=policy, limit=limit)
         pluggable.replace_allocator()
         arena = cls(device, source, policy, limit, share_streams=share_streams)

@@ -227,7 +227,7 @@ class Loan:
             elif state != _KEPT:
                 block.state, block.claim, block.requested = LIVE, 0, requested
             counts[place] += 1
-            blocks[address] = before = block
+            blocks[address] = segment.last = before = block
         store.blocks = blocks
         for home, found, count in zip(homes, free, counts, strict=True):
             home.refill(found, count)

@@ -32,6 +32,7 @@ from devalloc.cache.blocks import (
     Segment,
     Stamps,
 )
+from devalloc.cache.expandable import Expandable
 from devalloc.cache.external import External
 from devalloc.cache.history import History
 from devalloc.cache.streams import Pending
@@ -113,6 +114,7 @@ class Store:
         capabilities = getattr(source, "capabilities", None)
         self._stream_ordered = bool(getattr(capabilities, "stream_ordered", False))
         self._granularity = granularity_of(source)
+        self.expandable = Expandable(self) if policy.expandable_segments else None
 
     # Streams --------------------------------------------------------------------------------------
 
@@ -128,7 +130,8 @@ class Store:
         """Wait for the streams that still use freed blocks, so that these become free."""
         self.pending.wait()
 
-    def _around_source(self) -> AbstractContextManager[None]:
+    def around_source(self) -> AbstractContextManager[None]:
+        """What goes around a call of the source."""
         return self.streams.relaxed_capture() if self.captures else nullcontext()
 
     # Finding --------------------------------------------------------------------------------------
@@ -244,6 +247,8 @@ class Store:
         for segment in self.segments.values():
             if segment.stream == stream:
                 segment.stream = 0
+                if segment.range is not None:
+                    segment.range.stream = 0
             for block in segment.blocks():
                 if block.home.stream != stream:
                     continue
@@ -281,6 +286,8 @@ class Store:
         block.next = tail
         if after is not None:
             after.prev = tail
+        else:
+            block.segment.last = tail
         self.blocks[address] = tail
         owner.blocks += 1
         if self.stamps and block.address in self.stamps:
@@ -335,8 +342,11 @@ class Store:
         block = self.put_back(block, code)
         if pools is not None and pools.uses == 0:
             self.release_unused(pools)
-        elif pools is None and self.closed and self.may_release() and self.unite(block.segment):
-            self.release(block.segment)
+        elif pools is None and self.closed and self.may_release():
+            if self.unite(block.segment):
+                self.release(block.segment)
+            elif self.expandable is not None and block.segment.range is not None:
+                self.expandable.shrink(block)
         elif policy.careful:
             policy.freed(self, block)
 
@@ -397,6 +407,8 @@ class Store:
         first.next = after
         if after is not None:
             after.prev = first
+        else:
+            first.segment.last = first
         del self.blocks[second.address]
         home.blocks -= 1
         if len(home.by_size) > 2 * home.blocks + SPARE_SIZES:
@@ -423,21 +435,35 @@ class Store:
     def grow(self, request: Request, nbytes: int) -> Block | None:
         """Ask the source for a segment of at least ``nbytes`` and serve the request from it.
 
-        The segment has all that the source takes for it: whole multiples of its granularity. The
-        limit is checked first. Returns None if the limit or the source refuses; `failure` then
+        In pools whose segments widen, a wider one is asked for first. Of expandable segments one
+        grows. A segment has all that the source takes for it: whole multiples of its granularity.
+        The limit is checked first. Returns None if the limit or the source refuses; `failure` then
         has the source's error, if there is one, until the request is over.
         """
+        if self.expandable is not None and not request.pools.widens:
+            return self.expandable.grow(request, nbytes)
+        wide = request.pools.segment_for(request.index, request.size)
+        block = self._take_segment(request, wide) if wide > nbytes else None
+        return block or self._take_segment(request, nbytes)
+
+    def needed(self, request: Request, nbytes: int) -> int:
+        """Bytes that `grow` would ask the source for."""
+        if self.expandable is None or request.pools.widens:
+            return nbytes
+        return self.expandable.needed(request, nbytes)
+
+    def _take_segment(self, request: Request, nbytes: int) -> Block | None:
         self.failure = None
         request.segment = nbytes = (nbytes + self._granularity - 1) & -self._granularity
         home = request.home
         segment = Segment(0, nbytes, request.stream, home.pool)
-        block = segment.first = Block(0, nbytes, home, segment)
+        block = segment.first = segment.last = Block(0, nbytes, home, segment)
         given: list[int] = []
         self.asking = nbytes
         try:
             if self.limit is not None and self.taken > self.limit:
                 return None
-            with self._around_source():
+            with self.around_source():
                 # The list gets the address in the C code that gets it from the source: an
                 # interruption cannot come in between.
                 given.extend(map(self._ask_source, (request,)))
@@ -452,11 +478,11 @@ class Store:
             self.asking = 0
         self.blocks[block.address] = block
         home.gained_block()
-        home.pool.segments += 1
+        home.pool.nbytes += nbytes
         home.add(nbytes, block.address)
         self.counts["num_device_alloc"] += 1
         self.statistics.rows.extend((nbytes | rows.SEGMENT_IN | request.index, 0))
-        self.history.segment_changed(segment, "segment_alloc")
+        self.history.segment_changed(segment, "segment_alloc", segment.address, nbytes)
         return self.carve(block, home, request.size, request.nbytes)
 
     def _ask_source(self, request: Request) -> int:
@@ -475,13 +501,14 @@ class Store:
                 self.order(segment.stream, stream)
         taken: list[None] = []
         try:
-            with self._around_source():
+            with self.around_source():
                 taken.extend(map(self._give_to_source, (segment,)))
         except DevallocError:
             raise
         except BaseException as error:
             self.refused = isinstance(error, Exception)
-            has = getattr(self.source, "has", None)
+            # (Not of an expandable segment, whose source has the whole range.)
+            has = None if segment.range is not None else getattr(self.source, "has", None)
             if has is not None and not has(segment.address):
                 taken.append(None)
             raise
@@ -497,12 +524,18 @@ class Store:
         pool.released(segment)
         self.counts["num_device_free"] += 1
         self.statistics.rows.extend((segment.size | rows.SEGMENT_OUT | pool.index, 0))
-        self.history.segment_changed(segment, "segment_free")
+        action = "segment_free"
+        if self.expandable is not None and segment.range is not None:
+            action = "segment_unmap"
+            self.expandable.give_up_ranges(pool)
+        self.history.segment_changed(segment, action, segment.address, segment.size)
         return segment.size
 
     def _give_to_source(self, segment: Segment) -> None:
         source: Any = self.source
-        if self._stream_ordered:
+        if self.expandable is not None and segment.range is not None:
+            self.expandable.unmap(segment.range, segment.address, segment.size)
+        elif self._stream_ordered:
             source.free(segment.address, segment.size, segment.stream)
         else:
             source.free(segment.address, segment.size)
@@ -514,13 +547,17 @@ class Store:
                 if segment.pool in pools.pools:
                     self.unite(segment)
         small, large = pools.pools
-        call_for_all(self.release, large.all_idle() + small.all_idle())
+        try:
+            call_for_all(self.release, large.all_idle() + small.all_idle())
+        finally:
+            if self.expandable is not None:
+                self.expandable.trim(pools)
 
     def release_unused(self, pools: PoolSet) -> None:
         """Give back idle segments of private pools that no graph uses; drop the pools if empty."""
         if self.may_release():
             self.release_idle(pools)
-            if pools.segments == 0:
+            if pools.nbytes == 0:
                 self.privates.pop(pools.owner, None)
 
     def release_all_unused(self) -> None:

@@ -108,6 +108,33 @@ class Source(Protocol):
         ...
 
 
+class Mappable(Source, Protocol):
+    """A source with the capability ``mappable``: addresses first, memory later.
+
+    Offsets and sizes are multiples of the granularity. `Source.free` gives a reservation back with
+    all that is mapped there.
+    """
+
+    def reserve(self, nbytes: int) -> int:
+        """Addresses without memory; raises OutOfMemory."""
+        ...
+
+    def map(self, address: int, offset: int, nbytes: int, largest: int) -> None:
+        """Put memory behind a part of a reservation, in pieces of up to ``largest`` bytes.
+
+        Raises OutOfMemory; nothing has changed then. Waits for nothing.
+        """
+        ...
+
+    def unmap(self, address: int, offset: int, nbytes: int) -> None:
+        """Take the memory of a part away, by whole pieces. Waits for nothing."""
+        ...
+
+    def parts(self, address: int, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of the pieces that lie inside a part, ascending."""
+        ...
+
+
 def granularity_of(source: Source) -> int:
     """The granularity of a source; InvalidArgument if it is not a power of two."""
     require_power_of_two(f"the granularity of {source!r}", source.granularity)

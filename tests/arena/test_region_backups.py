@@ -5,6 +5,7 @@ On the CPU's double, unless marked `gpu`.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
@@ -116,6 +117,29 @@ def test_locked_memory_is_kept_and_of_exact_size(arena: Arena) -> None:
     assert backup_bytes(arena) == (nbytes, 0, 0)
     arena.close()
     assert backup_bytes(arena) == (0, 0, 0)
+
+
+def test_what_was_not_asked_for_is_not_backed_up(arena: Arena) -> None:
+    """The last tensor of a segment gets what is too little to be cut off."""
+    with arena.region("a", backup="cpu"):
+        tensors = [count(arena, 3_435_520 - 100) for _ in range(6)]
+        assert arena.memory_allocated() == 20 * MIB
+        arena.pause()
+        assert backup_bytes(arena) == (6 * 3_435_520, 0, 0)
+        arena.resume()
+        assert all(counted(tensor) for tensor in tensors)
+        del tensors
+        # The holder of a block may use all that it has.
+        blocks = [arena.alloc(3_435_420) for _ in range(6)]
+        last = max(blocks, key=lambda block: block.nbytes)
+        assert last.nbytes > 3_435_520
+        ctypes.memset(last.address, 7, last.nbytes)
+        arena.pause()
+        assert backup_bytes(arena) == (20 * MIB, 0, 0)
+        arena.resume()
+        assert ctypes.string_at(last.address, last.nbytes) == b"\x07" * last.nbytes
+        for block in blocks:
+            arena.free(block)
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -148,6 +148,7 @@ def steps(seed: str, count: int) -> Iterator[tuple[str, int, int]]:
         "torch",
         "max_split_size_mb:24",
         "roundup_power2_divisions:4",
+        "expandable_segments:True",
         "bfc",
         "auto_growth",
         "frugal",
@@ -492,7 +493,9 @@ def test_wrong_frees_are_shown(process: Process) -> None:
     process.free(address, 5 * MIB)
 
 
-@pytest.mark.parametrize("policy", ["torch", "bfc", "auto_growth", "frugal", "tiny"])
+@pytest.mark.parametrize(
+    "policy", ["torch", "bfc", "auto_growth", "frugal", "tiny", "expandable_segments:True"]
+)
 def test_random_calls(policy: str, make: Callable[..., Process]) -> None:
     """Against a plain model: what is live is disjoint, on its stream, and all is accounted for."""
     process = make(policy, capacity=400 * MIB)
@@ -632,7 +635,7 @@ def test_an_installed_arena_has_a_front(monkeypatch: pytest.MonkeyPatch) -> None
 
 ON_A_GPU = """
 import gc, os, threading, torch, devalloc
-arena = devalloc.Arena.install(policy="{policy}", limit="8GiB")
+arena = devalloc.Arena.install(policy="{policy}", source="{source}", limit="8GiB")
 front = arena.cache.loan.front
 torch.ones(1, device="cuda").sum().item()
 
@@ -739,10 +742,11 @@ print("sound")
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("policy", ["torch", "frugal", "bfc"])
+@pytest.mark.parametrize("policy", ["torch", "frugal", "bfc", "expandable_segments:True"])
 def test_on_the_gpu_the_front_keeps_every_promise(policy: str) -> None:
+    source = "virtual" if "expandable" in policy else "cuda"
     done = subprocess.run(
-        [sys.executable, "-c", ON_A_GPU.replace("{policy}", policy)],
+        [sys.executable, "-c", ON_A_GPU.replace("{policy}", policy).replace("{source}", source)],
         cwd=ROOT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.stdout == "sound\n", done.stderr

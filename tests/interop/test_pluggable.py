@@ -118,6 +118,8 @@ def _crooked() -> SimulatedSource:
         {"limit": 2.0},
         {"front": -1},
         {"front": "4 monkeys"},
+        {"policy": "expandable_segments:True"},
+        {"policy": "expandable_segments:True", "source": "async"},
     ],
     ids=str,
 )
