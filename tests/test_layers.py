@@ -51,6 +51,7 @@ HOST_LAYERS = [
     {"replay", "report", "distributed", "interop.memory_saver"},
     {"demo"},
     {"cli"},
+    {"__main__"},
 ]
 
 DEVICE = "devalloc.kernels"

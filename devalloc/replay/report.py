@@ -87,7 +87,7 @@ def save_plot(path: Path, replays: Sequence[Replay], title: str) -> None:
     below.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     below.set_ylim(0, 1)
     below.set_xlabel("event")
-    figure.savefig(path, format="png", dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 def _thinned(values: Sequence[float]) -> Iterator[tuple[int, float]]:
