@@ -246,7 +246,7 @@ def replay(
 
     from devalloc.replay.files import load_trace
     from devalloc.replay.policies import chosen_policies, replay_policies
-    from devalloc.replay.report import describe_trace, replay_table, save_plot
+    from devalloc.replay.report import describe_trace, replay_table, require_room, save_plot
 
     chosen = chosen_policies(policies)
     trace = load_trace(trace_file, device)
@@ -255,6 +255,8 @@ def replay(
         console.print(line, highlight=False, markup=False)
     replays = replay_policies(trace, chosen, capacity)
     console.print(replay_table(replays))
+    if note := require_room(trace, replays, capacity):
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
     save_plot(output, replays, trace_file.name)
     console.print(f"plot: {output}", highlight=False, markup=False)
 

@@ -125,7 +125,7 @@ def test_pages_that_are_always_free_are_left_out_and_counted(mixed: Snapshot) ->
     )
     assert shown_pages([large, mixed]) == 8
     figure = memory_map([large, mixed], ["large", "small"], notes=["one", "two"], caption="why")
-    assert figure.axes[0].get_xlabel() == "and 992 more pages, free all the time"
+    assert figure.axes[0].get_xlabel() == "and 992 more pages, free in every picture"
     assert figure.axes[1].get_xlabel() == ""
     assert [axes.texts[0].get_text().splitlines()[1] for axes in figure.axes] == ["one", "two"]
     assert figure.legends[0].get_title().get_text().endswith("\nwhy")

@@ -131,7 +131,7 @@ def draw_map(axes: Axes, snapshot: Snapshot, title: str, note: str = "", most: i
         label_pages(axes, snapshot, pages, columns)
     left_out = len(snapshot.page_kind) - pages
     if left_out:
-        axes.set_xlabel(f"and {left_out:,} more pages, free all the time", fontsize=11)
+        axes.set_xlabel(f"and {left_out:,} more pages, free in every picture", fontsize=11)
 
 
 def label_pages(axes: Axes, snapshot: Snapshot, pages: int, columns: int) -> None:
