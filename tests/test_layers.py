@@ -56,8 +56,9 @@ HOST_LAYERS = [
 
 DEVICE = "devalloc.kernels"
 
-# What device code may import from outside the project ("time": the interpreter's clock).
-DEVICE_IMPORTS = {"__future__", "triton", "time"}
+# What device code may import from outside the project ("time": the interpreter's clock; "inspect":
+# for help()).
+DEVICE_IMPORTS = {"__future__", "triton", "time", "inspect"}
 
 
 def sources() -> dict[str, Path]:
