@@ -188,6 +188,7 @@ def places(make: Callable[[], World], act: Callable[[World], object]) -> Iterato
     assert place > 3, "there are places"
 
 
+@pytest.mark.proves("library/interrupted-calls")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("policy", "share"), SOME_POLICIES, ids=["torch", "frugal", "stamps", "at_once"]
@@ -202,6 +203,7 @@ def test_an_interrupted_malloc_allocates_nothing(
         world.end()
 
 
+@pytest.mark.proves("library/interrupted-calls")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("policy", "share"), SOME_POLICIES, ids=["torch", "frugal", "stamps", "at_once"]
@@ -228,6 +230,7 @@ def test_an_interrupted_free_has_happened_or_not(
     assert outcomes == {False, True}
 
 
+@pytest.mark.proves("library/interrupted-calls")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("act", OTHERS.values(), ids=OTHERS)
 def test_interrupted_calls_leave_a_sound_cache(act: Callable[[World], object]) -> None:
@@ -275,6 +278,7 @@ def alarms(handler: Callable[[int, object], None]) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.proves("library/interrupted-calls")
 def test_signals_at_any_time() -> None:
     """Real ones, at random times, in a program that allocates and frees without end."""
 
@@ -332,6 +336,7 @@ def test_signals_at_any_time() -> None:
 # Stale blocks -------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("library/block-freed")
 def test_a_block_whose_free_was_interrupted_frees_nobody_elses_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -373,6 +378,7 @@ def test_only_the_owner_frees_a_claimed_block() -> None:
 # What is closed, dropped or called back -----------------------------------------------------------
 
 
+@pytest.mark.proves("library/closed-caches")
 @pytest.mark.parametrize("nbytes", [0, 100, MIB])
 def test_a_closed_cache_refuses(nbytes: int) -> None:
     source = NumberSource()
@@ -385,6 +391,7 @@ def test_a_closed_cache_refuses(nbytes: int) -> None:
     assert not source.live
 
 
+@pytest.mark.proves("library/closed-caches")
 def test_a_dropped_block_warns_and_returns() -> None:
     arena = Arena(source="host")
     kept = [arena.alloc(5000)]
@@ -399,6 +406,7 @@ def test_a_dropped_block_warns_and_returns() -> None:
         gc.collect()
 
 
+@pytest.mark.proves("library/closed-caches")
 def test_a_dropped_pool_warns_and_returns() -> None:
     source = NumberSource()
     cache = Cache(source)

@@ -162,6 +162,7 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+@pytest.mark.proves("torch/reuse-owner", "rmm/reuse-across", "bfc/search-request")
 @pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_random_calls(name: str, share: bool) -> None:
@@ -171,6 +172,7 @@ def test_random_calls(name: str, share: bool) -> None:
     case("runTest").runTest()
 
 
+@pytest.mark.proves("tiny/unknown-address")
 def test_a_double_free_changes_nothing() -> None:
     source = NumberSource()
     cache = Cache(source, "torch")

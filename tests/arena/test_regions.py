@@ -75,6 +75,7 @@ def mapped(arena: Arena) -> int:
     return arena.stats()["virtual_bytes.mapped"]
 
 
+@pytest.mark.proves("saver/regions-tags")
 def test_memory_goes_and_comes_back_at_its_place(arena: Arena) -> None:
     with arena.region("weights", backup="cpu"):
         weights = arena.full((5_000_000,), 3.0)
@@ -110,6 +111,7 @@ def test_content_without_a_backup(arena: Arena) -> None:
     assert bool((zeroed == 0).all())
 
 
+@pytest.mark.proves("saver/regions-tags")
 def test_regions_nest_and_threads_do_not_see_each_other(arena: Arena) -> None:
     tensors = {}
 
@@ -151,6 +153,7 @@ def test_nothing_is_allocated_in_what_sleeps(arena: Arena) -> None:
     arena.free(first)
 
 
+@pytest.mark.proves("saver/regions-tags")
 def test_what_is_freed_while_asleep(arena: Arena) -> None:
     with arena.region("a", backup="cpu"):
         kept, freed, alone = (arena.full((n,), float(n)) for n in (1000, 2000, 3_000_000))
@@ -290,6 +293,7 @@ tensor.sum()
     assert (done.returncode, done.stdout.strip()) == (-11, "asleep"), done.stderr
 
 
+@pytest.mark.proves("saver/regions-tags")
 @pytest.mark.parametrize("step", ["pause", "resume"])
 def test_all_or_nothing(source: VirtualSource, pages: Failing, step: str) -> None:
     """Whichever call of the device fails, contents and states are as before, also without a backup;
@@ -336,6 +340,7 @@ def test_all_or_nothing(source: VirtualSource, pages: Failing, step: str) -> Non
     assert failures >= 4
 
 
+@pytest.mark.proves("saver/regions-tags")
 def test_random_rounds_with_failures(source: VirtualSource, pages: Failing) -> None:
     """Pause, resume, allocate, free, with injected failures: contents right, nothing lost."""
     draw = random.Random(7)

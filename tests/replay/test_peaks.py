@@ -73,6 +73,7 @@ def generation(seed: int) -> Trace:
     return program.builder.finish()
 
 
+@pytest.mark.proves("frugal/less-reserved")
 @pytest.mark.parametrize(
     ("program", "largest_excess", "mean_ratio"), [(training, 2 * MIB, 0.95), (generation, 0, 0.7)]
 )
@@ -114,6 +115,7 @@ def test_all_recorded_traces_are_here() -> None:
     assert sorted(path.name for path in FOLDER.glob("*.gz")) == [f"{n}.csv.gz" for n in TRACES]
 
 
+@pytest.mark.proves("frugal/less-reserved")
 def test_frugal_reserves_no_more_than_was_recorded(recorded: dict[str, dict[str, Replay]]) -> None:
     """No worse than PyTorch on any, at least 5 % better on the mean."""
     ratios = []
