@@ -4,7 +4,7 @@
     devalloc bench regions --device cpu    # tiny, with the CPU's double: does it run
 
 A pause is timed until the driver shows that the memory is free, a resume until the last copy is
-done. Every block's contents are compared after a resume. `docs/regions.md` has the table.
+done. Every block's contents are compared after a resume. `docs/guide/pausing.md` has the table.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def replaced(device: torch.device, count: int, size: int) -> float:
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
-    """The table of docs/regions.md: a line for an operation, a column for a number of blocks."""
+    """The guide's table: a line for an operation, a column for a number of blocks."""
     counts = sorted({int(row["blocks"]) for row in rows if "GiB" in row["unit"]})
     lines: dict[tuple[str, str, str], dict[int, str]] = {}
     for row in rows:

@@ -153,7 +153,7 @@ class Arena(RegionMethods, Owner):
         and the arena lives as long as the process.
 
         While the arena's own memory serves and nobody looks at or changes the arena, allocations
-        and frees are done in C by the policy's rule (docs/host-cache.md). With ``front=False``, or
+        and frees are done in C by the policy's rule (docs/design/host.md). With ``front=False``, or
         with a policy that must see every call, each of them calls Python.
 
         Every tensor is then a block of the arena: the policy decides, `stats`, `snapshot`, the
@@ -414,7 +414,7 @@ class Arena(RegionMethods, Owner):
         Raises
         ------
         DoubleFree
-            If the block was freed before; nothing has changed then, whoever has its address now.
+            If the block was freed before; nothing has changed then, even if its address was given out anew.
         InvalidArgument
             If it is not a block of this arena.
 

@@ -1,4 +1,4 @@
-"""Regions: memory that is taken away and given back at its place (docs/regions.md).
+"""Regions: memory that is taken away and given back at its place (docs/guide/pausing.md).
 
 On the CPU's double, unless marked `gpu`.
 """

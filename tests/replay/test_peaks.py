@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.compare import HOST
+from benchmarks.compare import REPLAY
 from benchmarks.replay_tables import BIG_SEGMENTS, REPLAYED, replay_trace, tables_of
 from benchmarks.replay_tables import TRACES as FOLDER
 from devalloc.replay.engine import Replay
@@ -147,4 +147,4 @@ def test_the_table_in_the_document_is_what_replay_says(
 ) -> None:
     rest = replayed(tuple(name for name in REPLAYED if name not in SHOWN))
     replays = {name: {**rest[name], **recorded[name]} for name in TRACES}
-    assert tables_of(replays) in HOST.read_text()
+    assert tables_of(replays) in REPLAY.read_text()
