@@ -414,7 +414,8 @@ class Arena(RegionMethods, Owner):
         Raises
         ------
         DoubleFree
-            If the block was freed before; nothing has changed then, even if its address was given out anew.
+            If the block was freed before. Nothing has changed then, even if its address was given
+            out anew.
         InvalidArgument
             If it is not a block of this arena.
 

@@ -110,5 +110,11 @@ def test_every_guide_is_in_the_index() -> None:
     assert [path for path in guides if f"({path.removeprefix('docs/')})" not in index] == []
 
 
+def test_bugs_that_no_release_had_are_not_in_the_changelog() -> None:
+    """A reader of the first version has not met them."""
+    unreleased = re.split(r"^## ", TEXTS["CHANGELOG.md"], flags=re.MULTILINE)[1]
+    assert "First version." not in unreleased or "Fixed" not in unreleased
+
+
 def test_the_readme_fits_on_three_screens() -> None:
     assert len(TEXTS["README.md"].splitlines()) <= 110
