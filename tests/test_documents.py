@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,6 +111,20 @@ def test_every_guide_is_in_the_index() -> None:
     guides = {path for path in TEXTS if path.startswith(("docs/guide/", "docs/design/"))}
     index = TEXTS["docs/index.md"]
     assert [path for path in guides if f"({path.removeprefix('docs/')})" not in index] == []
+
+
+def test_the_snippet_of_the_readme_runs(tmp_path: Path) -> None:
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", TEXTS["README.md"], re.MULTILINE | re.DOTALL)
+    script = tmp_path / "snippet.py"
+    script.write_text(snippet)
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "100" in done.stdout
 
 
 def test_bugs_that_no_release_had_are_not_in_the_changelog() -> None:
