@@ -67,7 +67,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"no JSON from column {error.colno} on"
     if isinstance(error, zlib.error | gzip.BadGzipFile):
-        return "what gzip packed is damaged"
+        return "what is compressed in it is damaged"
     text = str(error).partition("\n")[0]
     if isinstance(error, pickle.UnpicklingError) and text.startswith("invalid load key"):
         return "no pickle, or a damaged one"

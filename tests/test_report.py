@@ -97,7 +97,7 @@ def test_colours_tell_kinds_classes_and_fill_apart(mixed: Snapshot) -> None:
 def test_text_of_a_picture(mixed: Snapshot) -> None:
     assert summary(mixed) == "5 of 6 pages taken, 6,400 of 8,448 slots live, 1 large"
     labels = [entry.get_label() for entry in legend_entries([mixed])]
-    assert labels == ["free", "large allocation (first page darker)", "16 B", "256 B"]
+    assert labels == ["free", "large, first page darker", "16 B", "256 B"]
     axes = memory_map([mixed], ["now"]).axes[0]
     assert [text.get_text() for text in axes.texts][1:] == [
         "16 B\n2,048 of\n4,096",
@@ -161,6 +161,28 @@ def test_a_legend_stays_short() -> None:
     assert len(legend_entries([every])) == 13
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_nothing_is_cut_off(count: int) -> None:
+    """Every kind of page, most size classes, and long texts: all within the picture."""
+    classes = len(CLASS_SIZES)
+    kinds = [*[SLAB] * classes, RUN, RUN, *[FREE] * 2000, SLAB]
+    every = made(
+        kinds,
+        [*range(classes), *[-1] * 2002, 0],
+        [1] * len(kinds),
+        [*[0] * classes, 2] + [0] * 2002,
+    )
+    figure = memory_map([every] * count, ["now"] * count, notes=["1 KiB in blocks"] * count)
+    figure.draw_without_rendering()
+    picture = figure.bbox
+    for part in (*figure.legends, *(text for axes in figure.axes for text in axes.texts)):
+        box = part.get_window_extent()
+        assert picture.x0 <= box.x0
+        assert box.x1 <= picture.x1
+        assert picture.y0 <= box.y0
+        assert box.y1 <= picture.y1
+
+
 def test_files_that_are_no_snapshot(tmp_path: Path, mixed: Snapshot) -> None:
     path = tmp_path / "file"
     with pytest.raises(InvalidArgument, match="No such file"):
@@ -207,7 +229,7 @@ def test_a_snapshot_that_contradicts_itself(
 @pytest.mark.parametrize(
     ("part", "at", "value", "reason"),
     [
-        (b"PK\x03\x04", 60, b"\xff" * 40, "while decompressing"),
+        (b"PK\x03\x04", 60, b"\xff" * 40, "what is compressed in it is damaged"),
         (b"PK\x01\x02", 8, b"\x01", "is encrypted"),
         (b"PK\x01\x02", 8, b"\x40", "strong encryption"),
         (b"PK\x01\x02", 10, b"\x63", "compression method"),

@@ -155,7 +155,7 @@ def legend_entries(snapshots: Sequence[Snapshot]) -> list[Patch]:
     """What the colours mean, for the kinds of page and the size classes that occur."""
     entries = [Patch(facecolor=FREE_COLOUR, label="free")]
     if any((snapshot.page_kind == RUN).any() for snapshot in snapshots):
-        entries.append(Patch(facecolor=RUN_COLOUR, label="large allocation (first page darker)"))
+        entries.append(Patch(facecolor=RUN_COLOUR, label="large, first page darker"))
     sizes: dict[int, RGB] = {}
     for snapshot in snapshots:
         present = np.unique(snapshot.page_class[snapshot.page_kind == SLAB])
@@ -219,7 +219,7 @@ def memory_map(
     figure.legend(
         handles=entries,
         loc="outside lower center",
-        ncols=min(len(entries), 4 * count),
+        ncols=min(len(entries), 3 * count),
         fontsize=11,
         frameon=False,
         title="\n".join(textwrap.wrap(text, 50 * count) + textwrap.wrap(caption, 50 * count)),

@@ -123,7 +123,7 @@ def test_what_cannot_be_replayed(tmp_path: Path, snapshot: Path) -> None:
         (b"Action,Pointer,Size\nallocate,0x10,x\n", "line 2: the Size is 'x', not a whole number"),
         (pickle.dumps([1]), "a value in it is not of the kind that belongs there"),
         (b"# devalloc trace 1\n{]\n", "damaged header: no JSON from column 2 on"),
-        (b"\x1f\x8b\x08\x00" + bytes(range(60)), "what gzip packed is damaged"),
+        (b"\x1f\x8b\x08\x00" + bytes(range(60)), "what is compressed in it is damaged"),
         (b"\x89PNG", "byte 0x89 at 0 is no ascii text"),
     ):
         bad.write_bytes(data)
