@@ -5,7 +5,7 @@
     devalloc bench regions --memory-saver FOLDER    # torch_memory_saver beside it
 
 A pause is timed until the driver shows that the memory is free, a resume until the last copy is
-done. Every block's contents are compared after a resume. `docs/regions.md` has the table.
+done. Every block's contents are compared after a resume. `docs/guide/pausing.md` has the table.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def theirs(path: Path, device: torch.device, nbytes: int, blocks: int, case: str
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
-    """The tables of docs/regions.md: a line for an operation, a column for a number of blocks."""
+    """The guide's tables: a line for an operation, a column for a number of blocks."""
     parts = [row for row in rows if row["case"] == HOST]
     ratios = [row for row in rows if row["op"] == "reserved / live"]
     rest = [row for row in rows if row not in parts and row not in ratios]

@@ -198,6 +198,7 @@ def places(make: Callable[[], World], act: Callable[[World], object]) -> Iterato
     assert place > 3, "there are places"
 
 
+@pytest.mark.proves("library/interrupted-calls")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("policy", "share"), SOME_POLICIES, ids=SOME_IDS)
 @pytest.mark.parametrize("act", ALLOCATIONS.values(), ids=ALLOCATIONS)
@@ -210,6 +211,7 @@ def test_an_interrupted_malloc_allocates_nothing(
         world.end()
 
 
+@pytest.mark.proves("library/interrupted-calls")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("policy", "share"), SOME_POLICIES, ids=SOME_IDS)
 @pytest.mark.parametrize("chosen", FREES.values(), ids=FREES)
@@ -234,6 +236,7 @@ def test_an_interrupted_free_has_happened_or_not(
     assert outcomes == {False, True}
 
 
+@pytest.mark.proves("library/interrupted-calls")
 @pytest.mark.parametrize("aligned", [False, True], ids=["plain", "aligned"])
 def test_an_interrupted_release_has_happened_or_not(aligned: bool) -> None:
     """The source of host memory is interrupted too, and tells whether it has the memory back."""
@@ -256,6 +259,7 @@ def test_an_interrupted_release_has_happened_or_not(aligned: bool) -> None:
     assert outcomes == {0, 30 * MIB}
 
 
+@pytest.mark.proves("library/interrupted-calls", "library/closed-caches")
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_closed_cache_should_give_back_goes_back() -> None:
     def make() -> World:
@@ -267,6 +271,7 @@ def test_what_a_closed_cache_should_give_back_goes_back() -> None:
         assert (world.large in world.source.live) == (world.large in world.live())
 
 
+@pytest.mark.proves("library/interrupted-calls")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("act", OTHERS.values(), ids=OTHERS)
 def test_interrupted_calls_leave_a_sound_cache(act: Callable[[World], object]) -> None:
@@ -314,6 +319,7 @@ def alarms(handler: Callable[[int, object], None]) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.proves("library/interrupted-calls")
 def test_signals_at_any_time() -> None:
     """Real ones, at random times, in a program that allocates and frees without end."""
 
@@ -371,6 +377,7 @@ def test_signals_at_any_time() -> None:
 # Stale blocks -------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("library/block-freed")
 def test_a_block_whose_free_was_interrupted_frees_nobody_elses_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -414,6 +421,7 @@ class Refusing(NumberSource):
         super().free(address, nbytes)
 
 
+@pytest.mark.proves("library/block-freed")
 def test_who_frees_again_after_a_failure_races_the_next_owner() -> None:
     """The block is free, but its segment could not be released, and another thread takes it."""
     interval = sys.getswitchinterval()
@@ -463,6 +471,7 @@ def test_only_the_owner_frees_a_claimed_block() -> None:
 # What is closed, dropped or called back -----------------------------------------------------------
 
 
+@pytest.mark.proves("library/closed-caches")
 @pytest.mark.parametrize("nbytes", [0, 100, MIB])
 def test_a_closed_cache_refuses(nbytes: int) -> None:
     source = NumberSource()
@@ -475,6 +484,7 @@ def test_a_closed_cache_refuses(nbytes: int) -> None:
     assert not source.live
 
 
+@pytest.mark.proves("library/closed-caches")
 def test_a_dropped_block_warns_and_returns() -> None:
     arena = Arena(source="host")
     kept = [arena.alloc(5000)]
@@ -489,6 +499,7 @@ def test_a_dropped_block_warns_and_returns() -> None:
         gc.collect()
 
 
+@pytest.mark.proves("library/closed-caches")
 def test_a_dropped_pool_warns_and_returns() -> None:
     source = NumberSource()
     cache = Cache(source)

@@ -53,6 +53,7 @@ def segments(cache: Cache) -> list[tuple[int, int]]:
 # Growing and shrinking ----------------------------------------------------------------------------
 
 
+@pytest.mark.proves("torch/expandable-segments")
 def test_one_segment_grows() -> None:
     cache, source = made()
     first = cache.malloc(16 * MIB)
@@ -74,6 +75,7 @@ def test_one_segment_grows() -> None:
     assert (source.used, source.parts_of) == (0, {})
 
 
+@pytest.mark.proves("torch/expandable-segments")
 def test_what_is_free_in_the_middle_goes_and_comes_back() -> None:
     cache, source = made()
     blocks = [cache.malloc(20 * MIB) for _ in range(5)]
@@ -94,6 +96,7 @@ def test_what_is_free_in_the_middle_goes_and_comes_back() -> None:
     assert cache.reserved == source.used
 
 
+@pytest.mark.proves("torch/expandable-segments")
 def test_a_block_keeps_its_handle_and_no_more() -> None:
     cache, source = made()
     large = cache.malloc(200 * MIB)  # handles of 64, 64, 64 and 8 MiB
@@ -140,6 +143,7 @@ def test_a_request_that_fits_nowhere_else_takes_a_new_range(
     assert len(source.parts_of) == 2, "addresses go with the last of the memory"
 
 
+@pytest.mark.proves("torch/expandable-segments")
 @pytest.mark.parametrize("name", POLICIES)
 def test_many_tensors_replaced_by_larger_ones(name: str) -> None:
     """Weights that are updated one by one: without expandable segments twice the memory."""
@@ -177,6 +181,7 @@ def test_a_range_that_was_made_for_nothing_goes() -> None:
     cache.audit()
 
 
+@pytest.mark.proves("frugal/expandable")
 def test_frugal_gives_back_pages_before_it_sets_a_record() -> None:
     source = NumberSource()
     cache = Cache(source, FrugalPolicy(expandable_segments=True))
@@ -220,6 +225,7 @@ def test_the_device_is_waited_for_before_anything_is_unmapped() -> None:
     cache.free(kept)
 
 
+@pytest.mark.proves("torch/expandable-segments")
 def test_during_a_capture_nothing_is_unmapped() -> None:
     cache, source = made(limit=64 * MIB)
     kept, freed = cache.malloc(20 * MIB), cache.malloc(20 * MIB)
@@ -330,6 +336,7 @@ class HostPagesless(NumberSource):
     capabilities = None  # type: ignore[assignment]
 
 
+@pytest.mark.proves("torch/expandable-segments", "torch/settings-string")
 def test_the_settings_string() -> None:
     policy = TorchPolicy.from_settings("expandable_segments:True,roundup_power2_divisions:4")
     assert policy == TorchPolicy(expandable_segments=True, roundup_power2_divisions=4)
@@ -446,6 +453,7 @@ def calls_of_the_scenario() -> int:
         return len(fake.calls)
 
 
+@pytest.mark.proves("torch/expandable-segments")
 @pytest.mark.parametrize("call", range(1, calls_of_the_scenario() + 1))
 def test_every_call_of_the_driver_may_fail(
     driver: FakeDriver, call: int, unraisable: list[str]
@@ -506,6 +514,7 @@ ACTS: dict[str, Callable[[World], object]] = {
 }
 
 
+@pytest.mark.proves("torch/expandable-segments", "library/interrupted-calls")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
 def test_interrupted_calls_leave_sound_segments(act: Callable[[World], object]) -> None:
@@ -516,6 +525,7 @@ def test_interrupted_calls_leave_sound_segments(act: Callable[[World], object]) 
 # GPU ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("torch/expandable-segments")
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["torch", "frugal"])
 def test_on_the_gpu_tensors_are_replaced_by_larger_ones(name: str) -> None:

@@ -170,6 +170,9 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+@pytest.mark.proves(
+    "torch/reuse-owner", "torch/expandable-segments", "rmm/reuse-across", "bfc/search-request"
+)
 @pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_random_calls(name: str, share: bool) -> None:
@@ -179,6 +182,7 @@ def test_random_calls(name: str, share: bool) -> None:
     case("runTest").runTest()
 
 
+@pytest.mark.proves("tiny/unknown-address")
 def test_a_double_free_changes_nothing() -> None:
     source = NumberSource()
     cache = Cache(source, "torch")

@@ -1,4 +1,4 @@
-"""Regions: memory that is taken away and given back at its place (docs/regions.md).
+"""Regions: memory that is taken away and given back at its place (docs/guide/pausing.md).
 
 On the CPU's double, unless marked `gpu`.
 """
@@ -86,6 +86,7 @@ def mapped(arena: Arena) -> int:
     return arena.stats()["virtual_bytes.mapped"]
 
 
+@pytest.mark.proves("saver/regions-tags")
 def test_memory_goes_and_comes_back_at_its_place(arena: Arena) -> None:
     with arena.region("weights", backup="cpu"):
         weights = arena.full((5_000_000,), 3.0)
@@ -113,6 +114,7 @@ def test_memory_goes_and_comes_back_at_its_place(arena: Arena) -> None:
     assert bool((weights == 3).all())
 
 
+@pytest.mark.proves("saver/wide-segments")
 def test_many_blocks_have_few_segments(arena: Arena) -> None:
     """Each segment costs as much to pause as tens of MiB do; a sixteenth more may be reserved."""
     size, blocks = 3_435_520, []
@@ -132,6 +134,7 @@ def test_many_blocks_have_few_segments(arena: Arena) -> None:
         arena.free(block)
 
 
+@pytest.mark.proves("saver/wide-segments")
 def test_a_wide_segment_that_does_not_fit_is_no_reason_to_fail(source: VirtualSource) -> None:
     with Arena(source=source) as arena, arena.region("a"):
         blocks = [arena.alloc("4MiB") for _ in range(160)]
@@ -154,6 +157,7 @@ def test_content_without_a_backup(arena: Arena) -> None:
     assert bool((zeroed == 0).all())
 
 
+@pytest.mark.proves("saver/regions-tags")
 def test_regions_nest_and_threads_do_not_see_each_other(arena: Arena) -> None:
     tensors = {}
 
@@ -209,6 +213,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.proves("saver/regions-tags")
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
 def test_calls_refuse_what_sleeps(arena: Arena, call: Callable[..., object]) -> None:
     """By the tag, and nothing has changed."""
@@ -229,6 +234,7 @@ def test_calls_refuse_what_sleeps(arena: Arena, call: Callable[..., object]) -> 
     arena.free(block)
 
 
+@pytest.mark.proves("saver/regions-tags")
 def test_what_is_freed_while_asleep(arena: Arena) -> None:
     with arena.region("a", backup="cpu"):
         kept, freed, alone = (arena.full((n,), float(n)) for n in (1000, 2000, 3_000_000))
@@ -368,6 +374,7 @@ tensor.sum()
     assert (done.returncode, done.stdout.strip()) == (-11, "asleep"), done.stderr
 
 
+@pytest.mark.proves("saver/regions-tags")
 @pytest.mark.parametrize("step", ["pause", "resume"])
 def test_all_or_nothing(source: VirtualSource, pages: Failing, step: str) -> None:
     """Whichever call of the device fails, contents and states are as before, also without a backup;
@@ -461,10 +468,12 @@ def random_rounds(source: VirtualSource, pages: Fails, rounds: int, largest: int
     return failures
 
 
+@pytest.mark.proves("saver/regions-tags")
 def test_random_rounds_with_failures(source: VirtualSource, pages: Failing) -> None:
     assert random_rounds(source, pages, 1000, MIB) > 100
 
 
+@pytest.mark.proves("saver/regions-tags")
 @pytest.mark.gpu
 def test_on_the_gpu_random_rounds_with_failures_lose_nothing() -> None:
     device = torch.device("cuda", 0)

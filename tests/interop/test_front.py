@@ -110,6 +110,7 @@ def process(make: Callable[..., Process]) -> Process:
     return make()
 
 
+@pytest.mark.proves("library/allocation-free-c")
 def test_what_is_steady_is_served_without_python(process: Process) -> None:
     address = process.malloc(5 * MIB, 3)
     process.start()
@@ -142,6 +143,7 @@ def steps(seed: str, count: int) -> Iterator[tuple[str, int, int]]:
             live += 1
 
 
+@pytest.mark.proves("library/allocation-free-c")
 @pytest.mark.parametrize(
     "policy",
     [
@@ -208,6 +210,7 @@ LOOKS: dict[str, Callable[[Cache], object]] = {
 }
 
 
+@pytest.mark.proves("library/allocation-free-c")
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 def test_who_looks_or_changes_things_finds_everything(
     process: Process, look: Callable[[Cache], object]
@@ -237,6 +240,7 @@ def test_who_looks_or_changes_things_finds_everything(
     assert process.on
 
 
+@pytest.mark.proves("library/allocation-free-c")
 @pytest.mark.parametrize("by", ["PyTorch", "the arena"])
 def test_what_another_stream_uses_is_not_reused(process: Process, by: str) -> None:
     address = process.malloc(5 * MIB)
@@ -369,6 +373,7 @@ def test_a_log_that_is_full_is_read(process: Process) -> None:
     assert stats["allocated_bytes.all.peak"] == 1024, "while the front was to start"
 
 
+@pytest.mark.proves("library/allocation-free-c")
 @pytest.mark.parametrize("name", ["stop", "read_log", "blocks"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_taking_back_may_be_interrupted(
@@ -530,6 +535,7 @@ def test_random_calls(policy: str, make: Callable[..., Process]) -> None:
     assert served > 5
 
 
+@pytest.mark.proves("library/allocation-free-c")
 def test_threads(make: Callable[..., Process]) -> None:
     """Without the GIL, while another thread audits, empties and captures."""
     process = make("torch")
@@ -740,6 +746,7 @@ print("sound")
 """
 
 
+@pytest.mark.proves("library/allocation-free-c")
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("policy", ["torch", "frugal", "bfc", "expandable_segments:True"])

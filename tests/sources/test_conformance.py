@@ -159,6 +159,7 @@ def stream(source: Source) -> int:
 SIZES = (1, 7, 255, 256, 257, 4096, 5001, PAGE_BYTES, (1 << 20) + 1)
 
 
+@pytest.mark.proves("tiny/cache-off")
 def test_addresses(source: Source) -> None:
     """Multiples of the granularity, and disjoint (H1)."""
     assert source.granularity & (source.granularity - 1) == 0
@@ -183,6 +184,7 @@ def test_memory_keeps_what_was_written(memory: Source) -> None:
         assert int(view.sum(dtype=torch.int64)) == (tag + 1) * segment.nbytes
 
 
+@pytest.mark.proves("tiny/cpu-pinned", "auto_growth/pinned-memory")
 def test_host_accessible_memory(memory: Source) -> None:
     if not memory.capabilities.host_accessible:
         pytest.skip("the CPU cannot reach it")
@@ -260,6 +262,7 @@ def test_segments(memory: Source, alignment: int) -> None:
     assert int(tail.sum()) == 3_000
 
 
+@pytest.mark.proves("rmm/thread-safe")
 def test_threads(memory: Source) -> None:
     """Four threads write their tag into what they get, and read it back before they free it."""
     wrong: list[str] = []
