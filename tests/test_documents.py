@@ -29,10 +29,6 @@ OLD_HEAP = {
 }
 GENERATED = {"docs/reference.md", "docs/mechanisms.md", "benchmarks/results/README.md"}
 
-RENAMED = {"docs/host.md", "docs/host-cache.md", "docs/regions.md"}
-"""Names that some docstrings still have; now docs/guide/arenas.md, docs/design/host.md and
-docs/guide/pausing.md."""
-
 IDIOMS = (
     r"\bwhoever\b",
     r"\bin hand for a moment\b",
@@ -96,7 +92,7 @@ def test_documents_that_code_names_exist(folder: str) -> None:
     wrong: list[str] = []
     for path in (ROOT / folder).rglob("*.py"):
         for named in re.findall(r"docs/[\w/-]+\.(?:md|py)", path.read_text()):
-            if not (ROOT / named).exists() and named not in RENAMED:
+            if not (ROOT / named).exists():
                 wrong.append(f"{path.relative_to(ROOT)}: {named}")
     assert wrong == []
 

@@ -162,7 +162,7 @@ def _check_sums(store: Store) -> None:
 def repair(store: Store) -> None:
     """Compute everything derived from segments, chains of blocks, states and queues anew.
 
-    For after an exception that came in the middle of a step: see docs/host-cache.md. Blocks that
+    For after an exception that came in the middle of a step: see docs/design/host.md. Blocks that
     were taken for a request become free.
     """
     pending = store.pending

@@ -3,7 +3,7 @@
 Concurrency: everything here belongs to one cache and is touched under its lock only.
 
 Costs are for n blocks. A size whose last free block was taken stays in its free list, so that a
-cached allocation and its free only pop and append. See docs/host-cache.md.
+cached allocation and its free only pop and append. See docs/design/host.md.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the interrupted call is over (`_inside`). A call that waits, or runs other peopl
 lock meanwhile, and the cache is in the state that it has between two calls (`_out`).
 
 Interruptions: an exception that is not one of ours may have come in the middle of a step. It leaves
-`_torn` set, and what is derived is computed anew before anything else (docs/host-cache.md).
+`_torn` set, and what is derived is computed anew before anything else (docs/design/host.md).
 
 The short way through `malloc` and `free` is for exact fits when nothing unusual is going on.
 `_attention` is set while something is: recorded uses by other streams, pending events, routes to
@@ -152,8 +152,8 @@ class Cache(Owner):
     -----
     All methods may be called from any thread. A block is owned by the stream it was allocated on.
     Once freed, it may be given out again on that stream at once, and on others only as invariant C2
-    allows (docs/host.md). `malloc` and `free` never wait for the device, unless the source does,
-    memory runs out, or the cache is closed.
+    allows (docs/design/host.md). `malloc` and `free` never wait for the device, unless the source
+    does, memory runs out, or the cache is closed.
 
     A signal handler that raises (Ctrl-C) may end any call: `malloc` has then allocated nothing, a
     free has happened or not (freeing again tells), and the cache works on.
@@ -940,7 +940,7 @@ class Cache(Owner):
 
     @_entry
     def audit(self) -> None:
-        """Check invariants C1 to C3 (docs/host.md).
+        """Check invariants C1 to C3 (docs/design/host.md).
 
         Raises
         ------

@@ -7,7 +7,7 @@ PyTorch asks the front itself; what the front does not do alone comes to `Loan.s
 `Loan.take_back`.
 
 To interrupt `Loan.take` does no harm: the front keeps what it had until it is given something new,
-so the next call takes it again. See docs/host-cache.md.
+so the next call takes it again. See docs/design/host.md.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Policy:
     def unit(self) -> int:
         """Bytes: requests that are equal when rounded up to this have blocks of the same size.
 
-        The front (docs/host-cache.md) remembers sizes by it. 256 is right for every policy; a
+        The front (docs/design/host.md) remembers sizes by it. 256 is right for every policy; a
         larger one lets more requests share.
         """
         return 256

@@ -7,7 +7,7 @@ C1  The blocks of a segment tile it; no two free neighbours could be merged (sam
 C3  ``reserved`` is the sum of the segments.
 
 Every step preserves both even when it raises one of our errors: the source is called first, and its
-result is entered afterwards. For exceptions that come in between (Ctrl-C) see docs/host-cache.md:
+result is entered afterwards. For exceptions that come in between (Ctrl-C) see docs/design/host.md:
 whatever a step has done to segments, chains and states is done by stores without a call between
 them, and everything else can be computed from these.
 """

@@ -1,9 +1,9 @@
 """The state machine of regions: memory that is given back while its addresses stay.
 
-docs/regions.md has the rules: the states, the order of the steps, and what could go wrong. A region
-is a private pool of the cache, and one more for each of its graphs' pools, so its segments hold
-nothing else. `Regions.pause` and `resume` do all or nothing: up to the last step everything can be
-undone, and the last step cannot fail.
+docs/design/host.md has the rules: the states, the order of the steps, and what could go wrong. A
+region is a private pool of the cache, and one more for each of its graphs' pools, so its segments
+hold nothing else. `Regions.pause` and `resume` do all or nothing: up to the last step everything
+can be undone, and the last step cannot fail.
 
 Concurrency: one lock for calls that change states or backups. The cache's lock is taken only while
 its state is read or changed; meanwhile allocations in the region are refused, so nothing moves.
