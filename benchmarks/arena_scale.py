@@ -133,7 +133,7 @@ def _misses(count: int) -> Timed:
         segments = [cache.malloc((4 + 2 * (at % 5)) * MIB) for at in range(count)]
         for block in segments:
             cache.free(block)
-        held = cache.malloc(2000 * MIB)  # whoever looks at what is idle has done so
+        held = cache.malloc(2000 * MIB)  # what looks at idle segments has done so
         begun = time.perf_counter()
         blocks = [cache.malloc(20 * MIB) for _ in range(times)]
         took = time.perf_counter() - begun

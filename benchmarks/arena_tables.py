@@ -1,4 +1,4 @@
-"""The rows of ``bench_arena`` as tables for docs/host.md and docs/host-cache.md."""
+"""The rows of ``bench_arena`` as tables for documents; medians, without their spread."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Rows = list[dict[str, str]]
 PARTS = {
     "nothing": "the loop and a call of nothing, contained in all that follow",
     "current-stream": "asking for the current stream",
-    "look-up": "finding what is parked for this shape, type and stream",
-    "template-data": "a new tensor over the parked one's storage",
+    "look-up": "finding a cached block of this shape, type and stream",
+    "template-data": "a new tensor over the cached storage",
     "weak-reference": "a weak reference to it, which calls back at its end",
     "three-counts": "whether anybody else refers to the storage",
     "engine-pair": "the engine: a block split off, and merged again",
@@ -31,9 +31,12 @@ def about(rows: Rows) -> str:
     return (
         f"{first['gpu']}, driver {first['driver']}, CUDA {first['cuda']}, torch {first['torch']}, "
         f"Python {first['python']}, commit {first['commit']}, {first['date'][:10]}. Medians of "
-        f"{first['rounds']} rounds, both allocators in turns; in brackets the 20th and 80th "
-        "percentiles."
+        f"{first['rounds']} rounds, both allocators in turns."
     )
+
+
+def _median(row: dict[str, str]) -> str:
+    return show(number(row["median"]))
 
 
 def _spread(row: dict[str, str]) -> str:
@@ -53,7 +56,7 @@ def training_table(rows: Rows) -> str:
     found = _found(rows, "training")
     (name,) = {row for row, _, _ in found}
     body = [
-        (f"{text}", *(_spread(found[name, who, op]) for who in ("torch", "devalloc")))
+        (f"{text}", *(_median(found[name, who, op]) for who in ("torch", "devalloc")))
         for op, text in (
             ("step", "one step, ms"),
             ("segments", "segments taken in the first 20 steps"),
@@ -75,7 +78,7 @@ def pairs_table(rows: Rows) -> str:
         for name in dict.fromkeys(row for row, _, _ in found):
             size = format_size(int(found[name, "torch", "pair"]["size"]))
             columns = (("torch", "pair"), ("devalloc", "pair"), ("devalloc", "ratio"))
-            cells = [_spread(found[name, who, op]) for who, op in columns]
+            cells = [_median(found[name, who, op]) for who, op in columns]
             body.append((pattern, size, *cells))
     return table(("pattern", "largest", "`torch.empty`, us", "`Arena.empty`, us", "ratio"), 2, body)
 
@@ -84,7 +87,7 @@ def parts_table(rows: Rows) -> str:
     """One line for each part, the shortest way first."""
     found = {row["row"].removeprefix("part-"): row for row in rows if row["pattern"] == "part"}
     order = sorted(found, key=[*PARTS, *found].index)
-    body = [(PARTS[name], _spread(found[name])) for name in order]
+    body = [(PARTS[name], _median(found[name])) for name in order]
     return table(("part", "us"), 1, body)
 
 
@@ -99,12 +102,11 @@ def scale_table(rows: Rows, before: Rows) -> str:
         begin = median if count == case.counts[0] else begin
         was = show(number(earlier[row["row"]]["median"])) if row["row"] in earlier else ""
         beside = f"{count:,} {case.beside}"
-        body.append((case.operation, beside, was, _spread(row), f"{median / begin:.2f}"))
+        body.append((case.operation, beside, was, _median(row), f"{median / begin:.2f}"))
     about = (
         f"{first['gpu']} (no GPU), Python {first['python']}, commit {first['commit']}, "
         f"{first['date'][:10]}; *before*: commit {old['commit']}. Medians of up to "
-        f"{first['rounds']} rounds; in brackets the 20th and 80th percentiles. *Growth*: over the "
-        "first line of the operation."
+        f"{first['rounds']} rounds. *Growth*: over the first line of the operation."
     )
     head = ("operation", "beside", "before, us", "us", "growth")
     return "\n\n".join((about, table(head, 2, body)))

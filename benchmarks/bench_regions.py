@@ -2,22 +2,25 @@
 
     devalloc bench regions                 # rows go to benchmarks/results/regions/
     devalloc bench regions --device cpu    # tiny, with the CPU's double: does it run
+    devalloc bench regions --memory-saver FOLDER    # torch_memory_saver beside it
 
 A pause is timed until the driver shows that the memory is free, a resume until the last copy is
-done. Every block's contents are compared after a resume. `docs/regions.md` has the table.
+done. Every block's contents are compared after a resume. `docs/guide/pausing.md` has the table.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
+from benchmarks.child import Child
 from benchmarks.options import require_device
 from benchmarks.results import PROVENANCE, RESULTS, RowFile
 from benchmarks.tables import table
@@ -32,28 +35,52 @@ COLUMNS = ("case", "blocks", "bytes", "op", "unit", "median", "min", "max", "rou
            *PROVENANCE)  # fmt: skip
 GIB = 1 << 30
 Measured = tuple[str, str, list[float]]
+HOST, REPLACED, THEIRS = "host memory", "replaced by 5 %", "torch_memory_saver"
+CASES = {"no backup": None, "cpu": "cpu", "cpu, prepared": "cpu"}
+POLICIES = ("torch", "torch, expandable", "frugal, expandable")
 
 
 class Region:
     """A region of ``blocks`` tensors, ``nbytes`` together, each filled with a number of its own."""
 
     def __init__(self, device: torch.device, nbytes: int, blocks: int, backup: str | None) -> None:
+        self.device, self.backup = device, backup
+        size = nbytes // blocks // 512 * 512
+        self.nbytes = blocks * size
+        self.tensors = self.allocate(size, blocks)
+        for number, tensor in enumerate(self.tensors):
+            tensor.fill_(number % 251)
+
+    # What another allocator does in another way: see `benchmarks.saver_worker` --------------------
+
+    def allocate(self, size: int, blocks: int) -> list[torch.Tensor]:
         import torch
 
         import devalloc
 
-        self.device, self.backup = device, backup
-        self.arena: Arena = devalloc.Arena(device, source="virtual")
-        size = nbytes // blocks // 512 * 512
-        self.nbytes = blocks * size
-        with self.arena.region("measured", backup=backup):
-            self.tensors = [self.arena.empty(size, dtype=torch.uint8) for _ in range(blocks)]
-        for number, tensor in enumerate(self.tensors):
-            tensor.fill_(number % 251)
+        self.arena: Arena = devalloc.Arena(self.device, source="virtual")
+        with self.arena.region("measured", backup=self.backup):
+            return [self.arena.empty(size, dtype=torch.uint8) for _ in range(blocks)]
+
+    def sleep(self) -> None:
+        self.arena.pause("measured")
+
+    def wake(self) -> None:
+        self.arena.resume("measured")
+
+    def prepare(self) -> None:
+        self.arena.prepare("measured")
+
+    @property
+    def kept(self) -> int | None:
+        """Bytes of the backup; None if that is not known."""
+        return self.arena.stats()["backup_bytes.pinned"]
 
     def close(self) -> None:
         self.tensors.clear()
         self.arena.close()
+
+    # What is the same for all ---------------------------------------------------------------------
 
     def synchronise(self) -> None:
         import torch
@@ -69,7 +96,7 @@ class Region:
         on_gpu = self.device.type == "cuda"
         before = torch.cuda.mem_get_info(self.device)[0] if on_gpu else 0
         begin = time.perf_counter()
-        self.arena.pause("measured")
+        self.sleep()
         # (Locking host memory takes a little of the device's.)
         while on_gpu and torch.cuda.mem_get_info(self.device)[0] - before < 0.99 * self.nbytes:
             if time.perf_counter() - begin > 60:
@@ -78,7 +105,7 @@ class Region:
 
     def resume(self) -> float:
         begin = time.perf_counter()
-        self.arena.resume("measured")
+        self.wake()
         self.synchronise()
         return time.perf_counter() - begin
 
@@ -105,11 +132,10 @@ def measure(region: Region, prepared: bool, rounds: int) -> Iterator[Measured]:
 
     if prepared:
         begin = time.perf_counter()
-        region.arena.prepare("measured")
+        region.prepare()
         yield "prepare", *in_units([time.perf_counter() - begin])
     yield "first pause", *in_units([region.pause()])
-    if region.backup is not None:
-        kept = region.arena.stats()["backup_bytes.pinned"]
+    if region.backup is not None and (kept := region.kept) is not None:
         yield "host bytes / bytes", "ratio", [kept / region.nbytes]
     resumed, paused = [region.resume()], []
     for _ in range(rounds):
@@ -119,14 +145,17 @@ def measure(region: Region, prepared: bool, rounds: int) -> Iterator[Measured]:
     yield "resume", *in_units(resumed[1:])
 
 
-def replaced(device: torch.device, count: int, size: int) -> float:
+def replaced(device: torch.device, policy: str, count: int, size: int) -> float:
     """Most reserved over most live bytes, while one tensor after the other is replaced by one that
     is 5 % larger."""
     import torch
 
     import devalloc
+    from devalloc.cache import make_policy
 
-    with devalloc.Arena(device, source="virtual") as arena:
+    name, _, expandable = policy.partition(", ")
+    rules = make_policy(name, expandable_segments=bool(expandable))
+    with devalloc.Arena(device, source="virtual", policy=rules) as arena:
         tensors = [arena.empty(size, dtype=torch.uint8) for _ in range(count)]
         for at in range(count):
             tensors[at] = torch.empty(0)  # the old one goes first, as in an update of weights
@@ -136,30 +165,59 @@ def replaced(device: torch.device, count: int, size: int) -> float:
     return ratio
 
 
+def theirs(path: Path, device: torch.device, nbytes: int, blocks: int, case: str, rounds: int
+           ) -> tuple[list[Measured], int, str]:  # fmt: skip
+    """Operations, bytes and check of torch_memory_saver, in a process of its own.
+
+    In the same one its memory would not come back from one case to the next.
+    """
+    wanted = {"path": str(path), "device": str(device), "nbytes": nbytes, "blocks": blocks,
+              "case": case, "rounds": rounds}  # fmt: skip
+    child = Child("benchmarks.saver_worker", json.dumps(wanted))
+    found: dict[str, Any] | None = child.read(seconds=240)
+    child.process.wait(60)
+    if found is None:
+        raise click.ClickException("the worker with torch_memory_saver has ended")
+    measured = [(op, unit, numbers) for op, unit, numbers in found["found"]]
+    return measured, found["nbytes"], found["check"]
+
+
 def markdown(rows: list[dict[str, str]]) -> str:
-    """The table of docs/regions.md: a line for an operation, a column for a number of blocks."""
-    counts = sorted({int(row["blocks"]) for row in rows if "GiB" in row["unit"]})
+    """The guide's tables: a line for an operation, a column for a number of blocks."""
+    parts = [row for row in rows if row["case"] == HOST]
+    ratios = [row for row in rows if row["op"] == "reserved / live"]
+    rest = [row for row in rows if row not in parts and row not in ratios]
+    counts = sorted({int(row["blocks"]) for row in rest})
     lines: dict[tuple[str, str, str], dict[int, str]] = {}
-    for row in rows:
+    for row in rest:
         cells = lines.setdefault((row["case"], row["op"], row["unit"]), {})
         cells[int(row["blocks"])] = f"{float(row['median']):.3g}"
-    body = [[*line, *(cells.get(count, "") for count in counts)]
-            for line, cells in lines.items() if set(cells) <= set(counts)]  # fmt: skip
+    body = [[*line, *(cells.get(count, "") for count in counts)] for line, cells in lines.items()]
     header = (
         "case",
         "operation",
         "unit",
         *(f"{count} block{'s' * (count > 1)}" for count in counts),
     )
-    first, ratios = rows[0], [row for row in rows if row["op"] == "reserved / live"]
+    first = rest[0]
     about = (
         f"{first['gpu']}, driver {first['driver']}, torch {first['torch']}, commit "
-        f"{first['commit']}, {first['date'][:10]}. {int(rows[0]['bytes']) / GIB:.3g} GiB; medians."
+        f"{first['commit']}, {first['date'][:10]}. {int(first['bytes']) / GIB:.3g} GiB; medians."
     )
-    kept = [f"{row['blocks']} tensors of {int(row['bytes']) // int(row['blocks']) >> 20} MiB, each "
-            f"replaced by one that is 5 % larger: most reserved over most live bytes "
-            f"{float(row['median']):.3g}." for row in ratios]  # fmt: skip
-    return "\n\n".join([about, table(header, 3, body), *kept])
+    texts = [about, table(header, 3, body)]
+    if parts:
+        speeds = [(row["op"], f"{float(row['median']):.3g}") for row in parts]
+        texts += ["What a first backup is made of, host memory alone:",
+                  table(("part", "GiB/s"), 1, speeds)]  # fmt: skip
+    for row in ratios:
+        policy = row["case"].removeprefix(REPLACED).strip(", ")
+        under = f" under {policy}" if policy else ""
+        texts.append(
+            f"{row['blocks']} tensors of {int(row['bytes']) // int(row['blocks']) >> 20} MiB, each "
+            f"replaced by one that is 5 % larger{under}: most reserved over most live bytes "
+            f"{float(row['median']):.3g}."
+        )
+    return "\n\n".join(texts)
 
 
 def values(numbers: Sequence[float]) -> dict[str, object]:
@@ -176,12 +234,18 @@ def values(numbers: Sequence[float]) -> dict[str, object]:
 @click.option("--out", type=click.Path(path_type=Path), default=FOLDER, help="Folder of results.")
 @click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
-def main(out: Path, rounds: int, device: str) -> None:
+@click.option(
+    "--memory-saver",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder from which torch_memory_saver can be imported, to measure it too.",
+)
+def main(out: Path, rounds: int, device: str, memory_saver: Path | None) -> None:
     """Measure how regions sleep and wake."""
     require_device(device)
     import torch
 
     from benchmarks.harness import provenance
+    from benchmarks.host_parts import host_parts
 
     place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     source = provenance(place, seed=0, heap_bytes=0)
@@ -194,9 +258,12 @@ def main(out: Path, rounds: int, device: str) -> None:
         row = {"case": case, "blocks": blocks, "bytes": size, "op": op, "unit": unit,
                **values(found), "check": check}  # fmt: skip
         file.write({**source, **row})
-        console.print(f"{case:<16} {blocks:>5}  {op:<18} {row['median']:>9} {unit:<7} {check}")
+        console.print(f"{case:<35} {blocks:>5}  {op:<24} {row['median']:>9} {unit:<7} {check}")
 
-    for case, backup in (("no backup", None), ("cpu", "cpu"), ("cpu, prepared", "cpu")):
+    size = GIB * 4 if device == "cuda" else 8 << 20
+    for op, unit, numbers in host_parts(place, size):
+        tell(HOST, 0, size, op, unit, numbers, "ok")
+    for case, backup in CASES.items():
         for blocks in counts:
             region = Region(place, nbytes, blocks, backup)
             try:
@@ -209,9 +276,20 @@ def main(out: Path, rounds: int, device: str) -> None:
                 tell(case, blocks, region.nbytes, op, unit, numbers, check)
             if check != "ok":
                 wrong = wrong or f"{case}, {blocks} blocks: {check}"
-    count, size = (600, 16 << 20) if device == "cuda" else (20, 1 << 20)
-    ratio = replaced(place, count, size)
-    tell("replaced by 5 %", count, count * size, "reserved / live", "ratio", [ratio], "ok")
+    count, size = 600 if device == "cuda" else 20, 16 << 20
+    for policy in POLICIES:
+        ratio = replaced(place, policy, count, size)
+        case = f"{REPLACED}, {policy}"
+        tell(case, count, count * size, "reserved / live", "ratio", [ratio], "ok")
+    if memory_saver is not None:
+        for case in ("no backup", "cpu", "cpu, kept"):
+            for blocks in counts:
+                few = rounds if case != "cpu" else min(rounds, 2)  # it takes seconds each
+                found, size, check = theirs(memory_saver, place, nbytes, blocks, case, few)
+                for op, unit, numbers in found:
+                    tell(f"{THEIRS}, {case}", blocks, size, op, unit, numbers, check)
+                if check != "ok":
+                    wrong = wrong or f"{THEIRS}, {case}, {blocks} blocks: {check}"
     console.print(f"rows: {file.path}")
     if wrong:
         raise click.ClickException(wrong)

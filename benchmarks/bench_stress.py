@@ -11,7 +11,8 @@ blocks freed eight times over, heaps that are full or nearly so. After each phas
 verified, the heap audited, and every count compared. Rows go to ``benchmarks/results/stress/``.
 
 The run happens in a child process; a phase that hangs or crashes is a violation. The exit status
-is 1 if there was any.
+is 1 if there was any, and 3 if the budget of seconds ended first: then nothing was found wrong, but
+not all was done either.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class StressRun:
         self.deadline = time.monotonic() + budget
         self.rows: list[dict[str, object]] = []
         self.problems: list[str] = []
+        self.unfinished = ""
+        """The phase in which the budget ended."""
         self._source: dict[str, object] = {}
         self._console = Console()
 
@@ -89,8 +92,10 @@ class StressRun:
                 try:
                     message = child.read(min(wait, left))
                 except queue.Empty:
-                    cause = "out of time" if left <= wait else f"hang: over {wait:.0f} s"
-                    self.problems.append(f"{phase}: {cause}")
+                    if left <= wait:
+                        self.unfinished = phase
+                    else:
+                        self.problems.append(f"{phase}: hang: over {wait:.0f} s")
                     return
                 if message is None:
                     break
@@ -135,6 +140,19 @@ class StressRun:
             f"{total['operations'] / max(seconds, 1e-9):.4g} a second; {size:,} bytes verified; "
             f"{total['nulls']:,} nulls of full heaps; {total['double_frees']:,} double frees "
             f"counted; violations: {len(self.problems)}"
+            + (f"; out of time in {self.unfinished}" if self.unfinished else "")
+        )
+
+
+class OutOfTime(click.ClickException):
+    """The budget ended before the run did; no violation."""
+
+    exit_code = 3
+
+    def __init__(self, phase: str, budget: float) -> None:
+        super().__init__(
+            f"out of time: the budget of {budget:.0f} s ended in {phase}, with no violation until "
+            "then; raise --budget or lower --operations"
         )
 
 
@@ -215,6 +233,8 @@ def main(
         rich.print(f"rows: {run.file.path}")
     if run.problems:
         raise click.ClickException("; ".join(run.problems))
+    if run.unfinished:
+        raise OutOfTime(run.unfinished, budget)
 
 
 if __name__ == "__main__":

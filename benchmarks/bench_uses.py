@@ -4,8 +4,8 @@
     devalloc bench uses --only cache --graph email-Enron.txt.gz
     devalloc bench uses --device cpu       # tiny, in the interpreter: does it run
 
-Every way is checked against a reference before it is timed. `docs/uses.md` says what the columns
-are, and where a heap wins and where it loses.
+Every way is checked against a reference before it is timed. `docs/guide/uses.md` says what
+the columns are, and where a heap wins and where it loses.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from benchmarks import (
     bench_uses,
     checks,
     plots,
+    readme_table,
     replay_tables,
     tables,
     uses_tables,
@@ -30,11 +31,15 @@ from benchmarks.results import RESULTS, ROOT, newest, read_rows
 
 DOCUMENT = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
-HOST = ROOT / "docs" / "host.md"
-HOST_CACHE = ROOT / "docs" / "host-cache.md"
-DEBUG = ROOT / "docs" / "debug.md"
-REGIONS = ROOT / "docs" / "regions.md"
-USES = ROOT / "docs" / "uses.md"
+GUIDE = ROOT / "docs" / "guide"
+ARENAS = GUIDE / "arenas.md"
+DEBUG = GUIDE / "debugging.md"
+PAUSING = GUIDE / "pausing.md"
+REPLAY = GUIDE / "replay.md"
+USES = GUIDE / "uses.md"
+HOST = ROOT / "docs" / "design" / "host.md"
+ARENA_BLOCKS = {"pairs": ARENAS, "training": ARENAS, "parts": HOST}
+"""Which document shows which table of ``bench_arena``."""
 ALL_ROWS = RESULTS / "README.md"
 DEVICE_TABLE, README_TABLE = "device", "readme"
 
@@ -79,15 +84,19 @@ def write_documents(
     return [*paths, *drawn]
 
 
-def write_host_document(document: Path = HOST) -> None:
-    """The newest rows of ``bench_arena`` and the replayed traces into ``document``."""
+def write_arena_documents() -> None:
+    """The newest rows of ``bench_arena`` into the documents that show them."""
     blocks = arena_tables.blocks(read_rows(newest(bench_arena.FOLDER)))
-    blocks["replay"] = replay_tables.tables_of(replay_tables.replay_all())
-    for name, text in blocks.items():
-        tables.write_block(document, name, text)
+    for name, document in ARENA_BLOCKS.items():
+        tables.write_block(document, name, blocks[name])
 
 
-def write_cache_document(document: Path = HOST_CACHE) -> None:
+def write_replay_document(document: Path = REPLAY) -> None:
+    """The committed traces through every policy into ``document``."""
+    tables.write_block(document, "replay", replay_tables.tables_of(replay_tables.replay_all()))
+
+
+def write_scale_document(document: Path = HOST) -> None:
     """The newest rows of ``bench_arena --only scale`` into ``document``."""
     rows = read_rows(newest(bench_arena.SCALE_FOLDER))
     text = arena_tables.scale_table(rows, read_rows(bench_arena.SCALE_BEFORE))
@@ -100,7 +109,7 @@ def write_debug_document(document: Path = DEBUG) -> None:
     tables.write_block(document, "debug", tables.debug_table(rows))
 
 
-def write_regions_document(document: Path = REGIONS) -> None:
+def write_regions_document(document: Path = PAUSING) -> None:
     """The newest rows of ``bench_regions`` into ``document``."""
     rows = read_rows(newest(bench_regions.FOLDER))
     tables.write_block(document, "regions", bench_regions.markdown(rows))
@@ -109,7 +118,7 @@ def write_regions_document(document: Path = REGIONS) -> None:
 def write_uses_document(document: Path = USES) -> None:
     """The newest rows of ``bench_uses`` into ``document``, and the picture beside it."""
     rows = read_rows(newest(bench_uses.FOLDER))
-    uses_tables.draw(rows, document.parent / "plots")
+    uses_tables.draw(rows, document.parent.parent / "plots")
     for name, text in uses_tables.blocks(rows).items():
         tables.write_block(document, name, text)
 
@@ -136,21 +145,20 @@ def main(files: tuple[Path, ...], write_docs: bool, width: tuple[int, int] | Non
         style = {"yes": "green", "no": "red"}.get(check.verdict)
         console.print(text, style=style, highlight=False, soft_wrap=True)
     if write_docs:
-        short = tables.short_table(lines)
+        short = readme_table.markdown(lines)
+        readme_table.draw(lines, peers, plots.PLOTS)
         for path in write_documents(rows, tables.markdown(lines, about), short, found, about):
             click.echo(f"wrote {path}")
-        write_host_document()
-        click.echo(f"wrote {HOST}")
-        write_debug_document()
-        click.echo(f"wrote {DEBUG}")
-        with suppress(FileNotFoundError):  # there may be no rows yet
-            write_uses_document()
-            click.echo(f"wrote {USES}")
-        with suppress(FileNotFoundError):
-            write_regions_document()
-            click.echo(f"wrote {REGIONS}")
-        write_cache_document()
-        click.echo(f"wrote {HOST_CACHE}")
+        for write in (
+            write_arena_documents,
+            write_replay_document,
+            write_scale_document,
+            write_debug_document,
+            write_uses_document,
+            write_regions_document,
+        ):
+            write()
+        click.echo(f"wrote the documents below {GUIDE} and {HOST}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The committed traces through every policy, as tables for docs/host.md."""
+"""The committed traces through every policy, as tables for docs/guide/replay.md."""
 
 from __future__ import annotations
 

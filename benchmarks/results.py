@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,7 +78,7 @@ class RowFile:
 
     def _new_path(self, row: dict[str, object]) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
-        gpu = str(row["gpu"]).lower().replace(" ", "-")
+        gpu = re.sub("[^a-z0-9]+", "-", str(row["gpu"]).lower())
         stem = f"{str(row['date'])[:10]}-{gpu}-{row['commit']}"
         names = [stem, *(f"{stem}-{again}" for again in range(2, 1000))]
         return next(p for p in (self.folder / f"{name}.csv" for name in names) if not p.exists())

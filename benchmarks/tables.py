@@ -14,10 +14,6 @@ from rich.table import Table
 from benchmarks.comparison import Comparison, Results, best, number, peer_values, show
 from benchmarks.rows import GROUPS
 
-# The rows that the README shows, by what the row's name begins with.
-SHOWN = ("thread-64-1000000", "thread-1024-1000000", "mixed-4096-", "warp-1024-", "cta-65536-",
-         "cta-1048576-", "churn-1024-65536", "latency-64-", "oom-64-", "frag-")  # fmt: skip
-
 HEADER = ("row", "op", "unit", "ours", "best peer", "", "ratio", "target", "ceiling", "met")
 
 
@@ -68,13 +64,6 @@ def describe(rows: list[dict[str, str]], results: Results, lines: list[Compariso
         f"{show(results.launch)} ms were added to our times for the launch that the peers' "
         "times contain.",
     ]
-
-
-def short_table(lines: list[Comparison]) -> str:
-    """The README's rows: ours beside the best peer's."""
-    head = "| row | op | unit | devalloc | best peer | |\n| --- | --- | --- | ---: | ---: | --- |"
-    body = [f"| {' | '.join([*cells(line)[:6]])} |" for line in lines if line.row.startswith(SHOWN)]
-    return "\n".join([head, *body])
 
 
 # Groups ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The rows of ``bench_uses`` as tables for docs/uses.md, and as a picture."""
+"""The rows of ``bench_uses`` as tables for docs/guide/uses.md, and as a picture."""
 
 from __future__ import annotations
 
@@ -15,25 +15,20 @@ from matplotlib import pyplot as plt
 
 Rows = list[dict[str, str]]
 
-HEADER = ("input", "way", "ms a step", "p20 to p80", "peak, MiB", "peak / result",
-          "waits a step", "dropped", "check")  # fmt: skip
+HEADER = ("input", "way", "ms a step", "peak, MiB", "waits a step", "dropped")
 
 
 def cells(row: dict[str, str]) -> tuple[str, ...]:
     """One line. A way that failed has its check, and nothing else."""
     if row["check"] != "ok":
-        return row["input"], row["way"], *[""] * 6, row["check"]
-    peak, result = int(row["peak_bytes"]), int(row["result_bytes"])
+        return row["input"], row["way"], row["check"], "", "", ""
     return (
         row["input"],
         row["way"],
         show(number(row["median"])),
-        f"{show(number(row['p20']))} to {show(number(row['p80']))}",
-        f"{peak / (1 << 20):.1f}",
-        f"{peak / result:.2f}",
+        f"{int(row['peak_bytes']) / (1 << 20):.1f}",
         row["synchronisations"],
         row["dropped"],
-        "ok",
     )
 
 
@@ -50,7 +45,7 @@ def about(rows: Rows) -> str:
 def blocks(rows: Rows) -> dict[str, str]:
     """What goes into the document, by the name of the block: a table for each use."""
     found = {
-        "uses": f"{about(rows)}\n\n![time and peak memory over those of a heap](plots/uses.svg)"
+        "uses": f"{about(rows)}\n\n![time and peak memory over those of a heap](../plots/uses.svg)"
     }
     for use in dict.fromkeys(row["use"] for row in rows):
         body = [cells(row) for row in rows if row["use"] == use]

@@ -13,6 +13,14 @@ from types import ModuleType
 
 from devalloc.errors import DevallocError
 
+CHECKOUT = Path(__file__).resolve().parent.parent
+"""Of which this package is part, unless it is installed from a wheel."""
+
+
+def has_benchmarks(root: Path = CHECKOUT) -> bool:
+    """Whether there is a checkout with benchmarks."""
+    return (root / "pyproject.toml").is_file() and (root / "benchmarks" / "__init__.py").is_file()
+
 
 def load_benchmark(name: str, root: Path | None = None) -> ModuleType:
     """Import a module of ``benchmarks/`` from the checkout that this package is part of.
@@ -29,7 +37,7 @@ def load_benchmark(name: str, root: Path | None = None) -> ModuleType:
     DevallocError
         If there is no such checkout, or another package named benchmarks is imported instead.
     """
-    root = root or Path(__file__).resolve().parent.parent
+    root = root or CHECKOUT
     folder = root / "benchmarks"
     if not (folder / f"{name}.py").is_file():
         raise DevallocError(

@@ -1,7 +1,7 @@
 """`Arena`: a caching allocator for one device, and tensors and heaps in its memory.
 
 A tensor's memory returns with the last reference to its storage, autograd's included; see
-`devalloc.tensors`. The cache of an arena that nobody refers to lives on until the last tensor is
+`devalloc.tensors`. The cache of an arena without references lives on until the last tensor is
 gone.
 """
 
@@ -25,7 +25,7 @@ from devalloc.errors import DoubleFree, InvalidArgument, OutOfMemory
 from devalloc.owner import Owner
 from devalloc.regions import RegionMethods, Regions
 from devalloc.sizes import format_size, parse_size, quote
-from devalloc.sources import Segment, SimulatedSource, Source, VirtualSource
+from devalloc.sources import Capabilities, Segment, SimulatedSource, Source, VirtualSource
 from devalloc.tensors import Key, TensorStay, without_elements
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ class Arena(RegionMethods, Owner):
         device is the current CUDA device. For a second device call it again. It cannot be undone,
         and the arena lives as long as the process.
 
-        While the arena's own memory serves and nobody looks at or changes the arena, allocations
-        and frees are done in C by the policy's rule (docs/host-cache.md). With ``front=False``, or
+        While the arena's own memory serves and no call looks at or changes the arena, allocations
+        and frees are done in C by the policy's rule (docs/design/host.md). With ``front=False``, or
         with a policy that must see every call, each of them calls Python.
 
         Every tensor is then a block of the arena: the policy decides, `stats`, `snapshot`, the
@@ -186,6 +186,8 @@ class Arena(RegionMethods, Owner):
         pluggable.require_unserved(cuda_place_of(device, source))
         trial = SimulatedSource()
         trial.granularity = getattr(source, "granularity", trial.granularity)
+        able = getattr(getattr(source, "capabilities", None), "mappable", source == "virtual")
+        trial.capabilities = Capabilities(mappable=able)
         cls(source=trial, policy=policy, limit=limit)
         pluggable.replace_allocator()
         arena = cls(device, source, policy, limit, share_streams=share_streams)
@@ -200,7 +202,7 @@ class Arena(RegionMethods, Owner):
         return self._closed
 
     def close(self) -> None:
-        """Refuse new allocations and give back all memory that nobody uses.
+        """Refuse new allocations and give back all unused memory.
 
         Memory of live tensors, heaps and blocks goes back when they end. This call and those later
         frees wait for streams that still use freed memory. Closing again is harmless, and gives
@@ -414,7 +416,8 @@ class Arena(RegionMethods, Owner):
         Raises
         ------
         DoubleFree
-            If the block was freed before; nothing has changed then, whoever has its address now.
+            If the block was freed before. Nothing has changed then, even if its address was given
+            out anew.
         InvalidArgument
             If it is not a block of this arena.
 

@@ -1,4 +1,4 @@
-"""The command line: ``devalloc info``, ``demo``, ``view``, ``replay``, ``bench``.
+"""The command line: ``devalloc info``, ``demo``, ``view``, ``replay``; in a checkout ``bench``.
 
 Anything that imports Triton is imported inside the commands, after `choose_device`: Triton reads
 TRITON_INTERPRET when it is imported.
@@ -17,13 +17,15 @@ from rich.console import Console
 from rich.table import Table
 
 from devalloc import __version__
-from devalloc._benchmarks import load_benchmark
+from devalloc._benchmarks import has_benchmarks, load_benchmark
 from devalloc.errors import DevallocError, InvalidArgument
 from devalloc.report.environment import inspect_environment, interpreting
 from devalloc.sizes import parse_size
 
 INPUT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+PICTURES = (".png", ".svg", ".pdf")
+"""The formats of pictures, by the end of the file's name."""
 
 
 class SizeType(click.ParamType):
@@ -126,8 +128,8 @@ def info() -> None:
     "graph_file",
     type=INPUT_FILE,
     help="Edge list, plain or .gz: two vertex ids a line; # and % begin comments. Further columns "
-    "(a weight, a time) are numbers and are ignored. Default: the imports of Python's standard "
-    "library.",
+    '(a weight, a time) are numbers and are ignored. A first line "vertices edges" is a header if '
+    "both counts are right. Default: the imports of Python's standard library.",
 )
 @click.option(
     "--heap",
@@ -140,7 +142,7 @@ def info() -> None:
     type=OUTPUT_FILE,
     default=Path("devalloc-demo.png"),
     show_default=True,
-    help="Picture of the heap's pages after each step.",
+    help="Picture of the heap's pages after each step: .png, .svg or .pdf.",
 )
 @click.option(
     "--device",
@@ -173,7 +175,7 @@ def demo(
     half of the edges is deleted, and then everything is freed. Every step is checked against the
     CPU.
     """
-    require_folder(output)
+    require_picture(output)
     device, where = choose_device(device)
     console = Console()
     console.print(f"runs on: {where}", highlight=False)
@@ -187,14 +189,16 @@ def demo(
 
 @main.command()
 @click.argument("snapshots", nargs=-1, required=True, type=INPUT_FILE, metavar="SNAPSHOT...")
-@click.option("-o", "--output", type=OUTPUT_FILE, required=True, help="PNG file to write.")
+@click.option(
+    "-o", "--output", type=OUTPUT_FILE, required=True, help="Picture to write: .png, .svg or .pdf."
+)
 @clean_errors
 def view(snapshots: tuple[Path, ...], output: Path) -> None:
     """Draw saved snapshots of a heap, side by side.
 
     A program saves them with devalloc.report.save_snapshot(heap.snapshot(), "before.npz").
     """
-    require_folder(output)
+    require_picture(output)
     choose_device(None)
 
     from devalloc.report.memory_map import save_memory_map
@@ -223,7 +227,7 @@ def view(snapshots: tuple[Path, ...], output: Path) -> None:
     type=OUTPUT_FILE,
     default=Path("devalloc-replay.png"),
     show_default=True,
-    help="Picture of how much is reserved over time, and how fragmented it is.",
+    help="Picture of reserved and unused bytes over time: .png, .svg or .pdf.",
 )
 @clean_errors
 def replay(
@@ -238,11 +242,11 @@ def replay(
     No memory is allocated. TRACE is a pickle of torch.cuda.memory._snapshot(), a CSV log with RMM's
     columns, or a compact trace; gzip'ed or not. Pickles of anything but plain data are refused.
     """
-    require_folder(output)
+    require_picture(output)
 
     from devalloc.replay.files import load_trace
     from devalloc.replay.policies import chosen_policies, replay_policies
-    from devalloc.replay.report import describe_trace, replay_table, save_plot
+    from devalloc.replay.report import describe_trace, replay_table, require_room, save_plot
 
     chosen = chosen_policies(policies)
     trace = load_trace(trace_file, device)
@@ -251,6 +255,8 @@ def replay(
         console.print(line, highlight=False, markup=False)
     replays = replay_policies(trace, chosen, capacity)
     console.print(replay_table(replays))
+    if note := require_room(trace, replays, capacity):
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
     save_plot(output, replays, trace_file.name)
     console.print(f"plot: {output}", highlight=False, markup=False)
 
@@ -287,13 +293,17 @@ class Benchmarks(click.Group):
         return command
 
 
-@main.command(cls=Benchmarks)
+@main.command(cls=Benchmarks, hidden=not has_benchmarks())
 def bench() -> None:
-    """Measure and stress heaps and arenas (in a checkout)."""
+    """Measure and stress heaps and arenas. Only in a checkout, for those who change devalloc."""
 
 
-def require_folder(output: Path) -> None:
-    """Refuse an output whose folder does not exist before any work is done."""
+def require_picture(output: Path) -> None:
+    """Refuse, before any work is done, a picture that cannot be written there or in that format."""
+    if output.suffix.lower() not in PICTURES:
+        raise InvalidArgument(
+            f"cannot write {output}: pictures are {', '.join(PICTURES)}; the name's end chooses"
+        )
     if not output.absolute().parent.is_dir():
         raise InvalidArgument(f"cannot write {output}: its folder does not exist")
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
+import pickle
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,7 +45,50 @@ def refusing(what: str, path: Path | None = None) -> Iterator[None]:
         raise InvalidArgument(f"{place}{what}: {_reason(error)}") from error
 
 
+OF_PYTHON = (
+    "invalid literal",
+    "could not convert",
+    "cannot convert",
+    "Exceeds the limit",
+    "not enough values",
+    "too many values",
+)
+"""How Python begins what it says of a value that is no number, or of a row that is too short."""
+
+
 def _reason(error: Exception) -> str:
+    """What is wrong with the bytes; not what Python says of its own objects."""
     if isinstance(error, KeyError):
-        return f"no {error}"
-    return str(error).partition("\n")[0] or type(error).__name__
+        return f"it has no {error}"
+    if isinstance(error, StopIteration | EOFError):
+        return "it ends too early"
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.object[error.start]:#04x} at {error.start} is no {error.encoding} text"
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON from column {error.colno} on"
+    if isinstance(error, zlib.error | gzip.BadGzipFile):
+        return "what is compressed in it is damaged"
+    text = str(error).partition("\n")[0]
+    if isinstance(error, pickle.UnpicklingError) and text.startswith("invalid load key"):
+        return "no pickle, or a damaged one"
+    if isinstance(error, TypeError | AttributeError | IndexError | OverflowError | RecursionError):
+        return "a value in it is not of the kind that belongs there"
+    if isinstance(error, ValueError) and text.startswith(OF_PYTHON):
+        return "a value in it is not a number that belongs there"
+    return text or type(error).__name__
+
+
+def whole_number(text: str, what: str, base: int = 10) -> int:
+    """The number that a field of a text file holds.
+
+    Raises
+    ------
+    ValueError
+        If it is none; the message says what the field is and what it holds.
+    """
+    try:
+        return int(text, base)
+    except ValueError:
+        shown = repr(text if len(text) <= 20 else text[:20] + "...")
+        kind = "a whole number" if base == 10 else f"a number to base {base}"
+        raise ValueError(f"the {what} is {shown}, not {kind}") from None

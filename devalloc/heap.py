@@ -74,9 +74,9 @@ class Heap(Owner):
         object. Default: cudaMalloc, or host memory when interpreting.
     debug : bool or "full"
         Find overflows, uses after free, double frees and leaks, and say whose block it was: see
-        docs/debug.md. The first 64 bytes of a freed block are watched, with "full" all of them.
-        A debug heap takes a quarter of the capacity more. Each block takes 32 bytes more (a
-        power of two up to 32 KiB takes twice its size), and at least 64 bytes.
+        docs/guide/debugging.md. The first 64 bytes of a freed block are watched, with "full"
+        all of them. A debug heap takes a quarter of the capacity more. Each block takes 32
+        bytes more (a power of two up to 32 KiB takes twice its size), and at least 64 bytes.
 
     Raises
     ------
@@ -443,7 +443,7 @@ class Heap(Owner):
         CorruptionError
             Its message names the invariant that does not hold, and where.
         Overflow, UseAfterFree
-            In a debug heap, if a guard has changed anywhere: see docs/debug.md.
+            In a debug heap, if a guard has changed anywhere: see docs/guide/debugging.md.
         """
         self._require_open()
         self._state().audit()

@@ -430,7 +430,7 @@ class State:
         np.add.at(covered, ends, -1)
         owners = np.cumsum(covered[:-1]) + (self.kind == SLAB) + self.page_free
         self._fail_at(owners > 1, "H1: pages with more than one owner")
-        self._fail_at(owners < 1, "H2: pages that nobody owns and that are not free")
+        self._fail_at(owners < 1, "H2: pages without an owner that are not free")
         self._fail_at((self.kind > RUN), "H4: page words of no kind")
         used = self._word(layout.USED.value)
         if used != int(self.page_taken.sum()):

@@ -5,7 +5,7 @@ So both are kept for the length of a `Stay`, as a *template*: ``template.data`` 
 the same memory, shape and type, without history. The end of a tensor calls back. If nothing but the
 stay refers to the storage then (no view, nothing that autograd saved), the block is parked with its
 template, and the next equal request takes both. Otherwise the template is dropped, and the end of
-the storage, whoever holds it last, frees the block.
+the storage, whatever holds it last, frees the block.
 
 Three counts tell whether anything else refers to the storage: references from C++, references from
 Python, and weak references from Python. Their values when nothing else does are measured for each

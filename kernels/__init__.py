@@ -16,6 +16,14 @@ free with both); ``pointers`` (is there a block behind an address), ``api`` (wha
 kernels/README.md. The protocol and why it is correct: docs/design.md.
 """
 
+import inspect
+
 from .api import free, malloc, pointer, realloc, usable_size, zeros
 
 __all__ = ["free", "malloc", "pointer", "realloc", "usable_size", "zeros"]
+
+# help() looks at Triton's wrappers. They do not show the parameters, and in the interpreter they
+# have no docstring either.
+for _wrapper in (free, malloc, pointer, realloc, usable_size, zeros):
+    _signature = str(inspect.signature(_wrapper.fn)).replace("triton.language.core.", "tl.")
+    _wrapper.__doc__ = f"{_wrapper.fn.__name__}{_signature}\n\n{inspect.getdoc(_wrapper.fn)}"

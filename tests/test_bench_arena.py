@@ -136,6 +136,7 @@ def test_memory_past_the_arena_is_noticed(place: Callable[..., ArenaPlace]) -> N
         begun.require_all_inside([])
 
 
+@pytest.mark.proves("library/pytorch-s")
 @pytest.mark.gpu
 def test_on_the_gpu_training_inside_an_arena_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,6 +1,8 @@
 """Tables, checks and plots of measured rows; the commands that make them; the order benchmark."""
 
+import html
 import math
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -19,11 +21,12 @@ from benchmarks import (
     comparison,
     harness,
     plots,
+    readme_table,
     rows,
     tables,
 )
 from benchmarks.comparison import Results, peer_values
-from benchmarks.results import PROVENANCE, RESULTS, RowFile, read_rows
+from benchmarks.results import PROVENANCE, RESULTS, RowFile, newest, read_rows
 from benchmarks.rows import Row
 from benchmarks.worker import failed_record
 from devalloc import cli
@@ -199,7 +202,7 @@ def test_the_documents_get_tables_checks_and_plots(tmp_path: Path) -> None:
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     for name, mark in (("docs/performance.md", "device"), ("README.md", "readme")):
         (tmp_path / name).write_text(f"<!-- table:{mark} -->\n<!-- /table:{mark} -->\nby hand\n")
-    table, short = tables.markdown(lines, about), tables.short_table(lines)
+    table, short = tables.markdown(lines, about), "| what |"
     found = checks.all_checks(ours)
     order = RowFile(tmp_path / "benchmarks" / "results" / "order")
     source = {"gpu": "x", "date": "2000-01-01", "commit": "c0ffee"}
@@ -261,15 +264,52 @@ def test_the_document_of_uses_has_a_place_for_each_table(
         for use in bench_uses.USES
         for way in ("heap", "other")
     ]
-    document = tmp_path / "uses.md"
+    document = tmp_path / "guide" / "uses.md"
+    document.parent.mkdir()
     shutil.copy(compare.USES, document)
     monkeypatch.setattr(compare, "newest", lambda _folder: None)
     monkeypatch.setattr(compare, "read_rows", lambda _path: measured)
     compare.write_uses_document(document)
     text = document.read_text()
-    line = "| small | other | 0.5 | 0.5 to 0.5 | 0.0 | 2.00 | 1 | 0 | ok |"
+    line = "| small | other | 0.5 | 0.0 | 1 | 0 |"
     assert text.count(line) == len(bench_uses.USES)
     assert (tmp_path / "plots" / "uses.svg").exists()
+
+
+# The README
+
+
+def newest_lines() -> tuple[list[comparison.Comparison], list[dict[str, str]]]:
+    peers, ours = read_rows(comparison.PEERS), read_rows(newest())
+    results = Results(ours, comparison.peer_floor(peers))
+    return comparison.compare(results, peers, read_rows(comparison.TARGETS)), peers
+
+
+def test_the_readme_has_six_numbers_of_the_newest_rows() -> None:
+    """And says so where a peer wins."""
+    made = readme_table.markdown(newest_lines()[0])
+    assert f"<!-- table:readme -->\n{made}\n<!--" in compare.README.read_text()
+    body = [line.strip("| ").split(" | ") for line in made.splitlines()[2:]]
+    assert len(body) == 6
+    assert all(re.search(r"\d (us|GiB)", cell) for line in body for cell in line[1:3])
+    ratios = [float(line[3].removesuffix(" x")) for line in body]
+    assert min(ratios) < 1 < max(ratios)
+
+
+def test_a_number_for_people_has_a_name_a_unit_and_few_digits() -> None:
+    line = comparison.Comparison("r", "alloc", "ms", False, 0.017923, 0.23, "ouro_p_va", 1, 1)
+    shown = readme_table.heap_line("malloc", line)
+    assert shown == ("malloc", "17.9 us", "230 us (Ouroboros)", "13 x")
+    slower = readme_table.heap_line("free", replace(line, peer=0.0035))
+    assert slower[2:] == ("3.5 us (Ouroboros)", "0.2 x")
+
+
+def test_the_picture_of_the_readme_is_made_of_rows(tmp_path: Path) -> None:
+    lines, peers = newest_lines()
+    names = [name for name, _ in readme_table.bars(lines, peers, "alloc")]
+    assert len(names) == len(set(names)) == 7
+    text = html.unescape(readme_table.draw(lines, peers, tmp_path).read_text())
+    assert [name for name in names if name not in text] == []
 
 
 # The command line

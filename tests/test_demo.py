@@ -2,8 +2,10 @@
 
 import gzip
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +13,24 @@ import pytest
 import torch
 from click.testing import CliRunner
 from rich.console import Console
+from rich.progress import Progress
 
 import devalloc
 from devalloc import Heap
+from devalloc._benchmarks import has_benchmarks
 from devalloc.cli import main
 from devalloc.demo.graph import Graph, make_graph
 from devalloc.demo.lists import AdjacencyLists
 from devalloc.demo.reference import expected_lists, first_difference
-from devalloc.demo.run import default_heap_bytes, run_demo
+from devalloc.demo.run import (
+    MORE_PAGES,
+    Job,
+    caption,
+    default_heap_bytes,
+    explanation,
+    run_demo,
+    table_of,
+)
 from devalloc.report import load_snapshot, save_snapshot
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +69,7 @@ def check_shape(lists: AdjacencyLists) -> None:
 def as_a_user(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The command in a fresh process, in which nothing has set TRITON_INTERPRET before."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "devalloc.cli", *(str(part) for part in arguments)]
+    command = [sys.executable, "-m", "devalloc", *(str(part) for part in arguments)]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
@@ -181,6 +193,24 @@ def test_the_job_on_a_skewed_graph(tmp_path: Path) -> None:
     assert output.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_table_keeps_blocks_and_pages_apart(tmp_path: Path) -> None:
+    """And more pages after deleting than before are explained, in the text and in the picture."""
+    graph = random_graph(vertices=60, edges=900, seed=5)
+    with Heap("1MiB") as heap, Progress(disable=True) as progress:
+        build, delete, free = Job(graph, heap, 100, 0, progress).run()
+    for step in (build, delete, free):
+        assert step.exact <= step.used <= step.in_pages <= step.peak
+        assert step.in_pages == step.pages * step.snapshot.page_bytes
+    headings = [str(column.header) for column in table_of([build, delete, free], 1 << 20).columns]
+    assert headings[4:] == ["needed", "in blocks", "in pages", "most pages\nso far"]
+    grown = replace(delete, snapshot=replace(delete.snapshot, page_kind=build.snapshot.page_kind))
+    shrunk = replace(build, snapshot=free.snapshot)
+    assert MORE_PAGES in explanation([shrunk, grown, free])
+    assert caption([shrunk, grown, free]) == MORE_PAGES
+    assert MORE_PAGES not in explanation([grown, shrunk, free])
+    assert caption([grown, shrunk, free]) == ""
+
+
 def test_a_planted_difference_is_found() -> None:
     graph = random_graph(vertices=20, edges=200, seed=1)
     offsets, entries = expected_lists(graph, np.arange(graph.edges))
@@ -225,8 +255,10 @@ def test_demo_command(tmp_path: Path, edge_list: Path) -> None:
     code, text = run("demo", "--graph", edge_list, "--output", output, "--batch", 100)
     assert code == 0, text
     assert "runs on: " in text
-    assert "equal to the CPU's, edge for edge" in text
-    assert "audit: H1 to H4 hold" in text
+    assert "all lists equal the CPU's, edge for edge" in text
+    assert "the heap's audit found no error" in text
+    assert "H1" not in text
+    assert 'first line "50 283": a header, not an edge' in text
     assert output.exists()
 
 
@@ -271,6 +303,13 @@ def test_demo_refuses_bad_input_in_one_line(tmp_path: Path, edge_list: Path) -> 
         assert code == 1, text
         assert message in text
         assert text.splitlines()[-1].startswith("Error: ")
+    for command in (["demo"], ["view", edge_list], ["replay", edge_list]):
+        assert run(*command, "--output", tmp_path / "map.jpg") == (
+            1,
+            f"Error: cannot write {tmp_path}/map.jpg: pictures are .png, .svg, .pdf; the name's "
+            "end chooses\n",
+        )
+        assert not (tmp_path / "map.jpg").exists()
     code, text = run("demo", "--output", tmp_path / "missing" / "map.png")
     assert (code, text) == (
         1,
@@ -303,6 +342,21 @@ def test_view_command(tmp_path: Path) -> None:
     assert "devalloc.report.save_snapshot(heap.snapshot()" in run("view", "--help")[1]
 
 
+def test_the_help_shows_the_benchmarks_in_a_checkout_only(tmp_path: Path) -> None:
+    assert has_benchmarks()
+    assert not has_benchmarks(tmp_path)
+    assert "bench" in run("--help")[1]
+    shutil.copytree(ROOT / "devalloc", tmp_path / "devalloc")
+    shutil.copytree(ROOT / "kernels", tmp_path / "devalloc" / "kernels")
+    done = subprocess.run(
+        [sys.executable, "-m", "devalloc", "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Usage: python -m devalloc" in done.stdout
+    assert "demo" in done.stdout
+    assert "bench" not in done.stdout
+
+
 def test_info_command() -> None:
     code, text = run("info")
     assert code == 0
@@ -323,7 +377,7 @@ def test_the_command_line_chooses_the_interpreter_by_itself(tmp_path: Path) -> N
     done = as_a_user("demo", "--graph", graph, "--device", "cpu", "--output", output)
     assert done.returncode == 0, done.stderr
     assert "runs on: Triton's interpreter on the CPU (asked for)" in done.stdout
-    assert "audit: H1 to H4 hold" in done.stdout
+    assert "the heap's audit found no error" in done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

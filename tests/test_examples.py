@@ -42,8 +42,8 @@ def test_lock_free_stack_shows_the_bug_and_the_repair() -> None:
     assert "all nodes [1, 1, 0, 2, 3]" in done.stdout
     assert "1 preemptions" in done.stdout
     assert 'replay("0*2 1*9")' in done.stdout.splitlines()[-1]
-    # docs/interleaving.md shows the same line.
-    assert 'replay("0*2 1*9")' in (ROOT / "docs" / "interleaving.md").read_text()
+    # The guide shows the same line.
+    assert 'replay("0*2 1*9")' in (ROOT / "docs" / "guide" / "testing.md").read_text()
 
 
 def test_debug_heap_names_the_culprit() -> None:
@@ -53,8 +53,8 @@ def test_debug_heap_names_the_culprit() -> None:
     sentence = done.stdout.splitlines()[-1]
     assert sentence.startswith("devalloc.errors.Overflow: overflow: the byte at 0x")
     assert sentence.endswith("since the last check: 4 x overflow")
-    # docs/debug.md shows the same line, but for addresses and times.
-    assert shape(sentence) in shape((ROOT / "docs" / "debug.md").read_text())
+    # The guide shows the same line, but for addresses and times.
+    assert shape(sentence) in shape((ROOT / "docs" / "guide" / "debugging.md").read_text())
 
 
 def test_mailboxes_lose_no_letter() -> None:

@@ -60,10 +60,21 @@ def test_ids_may_be_sparse_and_large(tmp_path: Path) -> None:
     assert edges_of(graph) == [(2, 0), (0, 1)]
 
 
-def test_a_first_edge_is_no_header(tmp_path: Path) -> None:
-    graph = read_graph(write(tmp_path, "4 3\n0 1\n"))
-    assert graph.edges == 2
-    assert read_graph(write(tmp_path, "0 0\n")).edges == 1
+@pytest.mark.parametrize(
+    "text", ["4 3\n0 1\n", "0 0\n", "1 1\n", "1 1\n0 1\n", "1 2\n0 1\n1 2\n", "0 1\n1 0\n"]
+)
+def test_a_first_edge_is_no_header(tmp_path: Path, text: str) -> None:
+    graph = read_graph(write(tmp_path, text))
+    assert graph.edges + graph.duplicates == text.count("\n")
+    assert graph.header == ""
+
+
+@pytest.mark.parametrize("header", ["2 1", "10 1"])
+def test_a_header_counts_vertices_and_edges(tmp_path: Path, header: str) -> None:
+    """Vertices that have an edge, or all up to the largest id."""
+    graph = read_graph(write(tmp_path, f"# from somewhere\n{header}\n4 9\n"))
+    assert graph.edges == 1
+    assert graph.header == header
 
 
 @pytest.mark.parametrize(

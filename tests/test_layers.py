@@ -51,12 +51,14 @@ HOST_LAYERS = [
     {"replay", "report", "distributed", "interop.memory_saver"},
     {"demo"},
     {"cli"},
+    {"__main__"},
 ]
 
 DEVICE = "devalloc.kernels"
 
-# What device code may import from outside the project ("time": the interpreter's clock).
-DEVICE_IMPORTS = {"__future__", "triton", "time"}
+# What device code may import from outside the project ("time": the interpreter's clock; "inspect":
+# for help()).
+DEVICE_IMPORTS = {"__future__", "triton", "time", "inspect"}
 
 
 def sources() -> dict[str, Path]:

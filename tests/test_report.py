@@ -11,14 +11,17 @@ from devalloc.errors import InvalidArgument
 from devalloc.heap_state import FREE, RUN, SLAB, Snapshot
 from devalloc.report.environment import inspect_environment
 from devalloc.report.memory_map import (
+    BAR_STEPS,
     FREE_COLOUR,
     RUN_COLOUR,
     RUN_HEAD_COLOUR,
+    bars,
     columns_for,
     legend_entries,
     memory_map,
     page_colours,
     save_memory_map,
+    shown_pages,
     summary,
 )
 from devalloc.report.snapshot_file import load_snapshot, save_snapshot
@@ -92,11 +95,57 @@ def test_colours_tell_kinds_classes_and_fill_apart(mixed: Snapshot) -> None:
 
 
 def test_text_of_a_picture(mixed: Snapshot) -> None:
-    assert summary(mixed) == "1 of 6 pages free, 6,400 slots live (76%), 1 large"
+    assert summary(mixed) == "5 of 6 pages taken, 6,400 of 8,448 slots live, 1 large"
     labels = [entry.get_label() for entry in legend_entries([mixed])]
-    assert labels == ["free", "large allocation (first page darker)", "16 B", "256 B"]
+    assert labels == ["free", "large, first page darker", "16 B", "256 B"]
     axes = memory_map([mixed], ["now"]).axes[0]
-    assert [text.get_text() for text in axes.texts][1:] == ["16\nB", "16\nB", "256\nB"]
+    assert [text.get_text() for text in axes.texts][1:] == [
+        "16 B\n2,048 of\n4,096",
+        "16 B\n4,096 of\n4,096",
+        "256 B\n256 of\n256",
+    ]
+
+
+def test_a_bar_is_as_high_as_the_live_share(mixed: Snapshot) -> None:
+    free, half, full, _wide, head, _tail = bars(mixed, 6)
+    assert (free == FREE_COLOUR).all()
+    assert (head == RUN_HEAD_COLOUR).all()
+    assert (full == full[-1]).all()
+    assert (half[BAR_STEPS // 2 :] == full[-1]).all()
+    assert not (half[: BAR_STEPS // 2] == full[-1]).all(axis=1).any()
+
+
+def test_pages_that_are_always_free_are_left_out_and_counted(mixed: Snapshot) -> None:
+    """A picture of a large heap that is nearly empty shows what is in it."""
+    large = made(
+        [*mixed.page_kind, *[FREE] * 994],
+        [*mixed.page_class, *[-1] * 994],
+        [*mixed.page_live, *[0] * 994],
+        [*mixed.run_pages, *[0] * 994],
+    )
+    assert shown_pages([large, mixed]) == 8
+    figure = memory_map([large, mixed], ["large", "small"], notes=["one", "two"], caption="why")
+    assert figure.axes[0].get_xlabel() == "and 992 more pages, free in every picture"
+    assert figure.axes[1].get_xlabel() == ""
+    assert [axes.texts[0].get_text().splitlines()[1] for axes in figure.axes] == ["one", "two"]
+    assert figure.legends[0].get_title().get_text().endswith("\nwhy")
+
+
+def test_most_of_a_picture_is_maps(tmp_path: Path, mixed: Snapshot) -> None:
+    """Not margins: even flat maps take two fifths of the picture's height."""
+    figure = memory_map([mixed] * 3, ["a", "b", "c"], "heading")
+    figure.draw_without_rendering()
+    assert all(axes.get_position().height > 0.4 for axes in figure.axes)
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("m.png", b"\x89PNG"), ("m.svg", b"<?xml"), ("m.pdf", b"%PDF")]
+)
+def test_the_name_chooses_the_format(
+    tmp_path: Path, mixed: Snapshot, name: str, start: bytes
+) -> None:
+    save_memory_map(tmp_path / name, [mixed], ["now"])
+    assert (tmp_path / name).read_bytes().startswith(start)
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3, 16, 17, 4097, 100_000])
@@ -110,6 +159,28 @@ def test_a_legend_stays_short() -> None:
     classes = len(CLASS_SIZES)
     every = made([SLAB] * classes, list(range(classes)), [1] * classes, [0] * classes)
     assert len(legend_entries([every])) == 13
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_nothing_is_cut_off(count: int) -> None:
+    """Every kind of page, most size classes, and long texts: all within the picture."""
+    classes = len(CLASS_SIZES)
+    kinds = [*[SLAB] * classes, RUN, RUN, *[FREE] * 2000, SLAB]
+    every = made(
+        kinds,
+        [*range(classes), *[-1] * 2002, 0],
+        [1] * len(kinds),
+        [*[0] * classes, 2] + [0] * 2002,
+    )
+    figure = memory_map([every] * count, ["now"] * count, notes=["1 KiB in blocks"] * count)
+    figure.draw_without_rendering()
+    picture = figure.bbox
+    for part in (*figure.legends, *(text for axes in figure.axes for text in axes.texts)):
+        box = part.get_window_extent()
+        assert picture.x0 <= box.x0
+        assert box.x1 <= picture.x1
+        assert picture.y0 <= box.y0
+        assert box.y1 <= picture.y1
 
 
 def test_files_that_are_no_snapshot(tmp_path: Path, mixed: Snapshot) -> None:
@@ -158,7 +229,7 @@ def test_a_snapshot_that_contradicts_itself(
 @pytest.mark.parametrize(
     ("part", "at", "value", "reason"),
     [
-        (b"PK\x03\x04", 60, b"\xff" * 40, "while decompressing"),
+        (b"PK\x03\x04", 60, b"\xff" * 40, "what is compressed in it is damaged"),
         (b"PK\x01\x02", 8, b"\x01", "is encrypted"),
         (b"PK\x01\x02", 8, b"\x40", "strong encryption"),
         (b"PK\x01\x02", 10, b"\x63", "compression method"),

@@ -182,6 +182,17 @@ def test_a_run_that_hangs_is_a_violation(tmp_path: Path, monkeypatch: pytest.Mon
     assert "hang: over 2 s" in done.output
 
 
+def test_a_run_that_is_out_of_time_is_no_violation(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("import time\ntime.sleep(60)")
+    options = ["--device", "cpu", "--phases", "double", "--out", str(tmp_path), "--budget", "2",
+               "--kernels", str(tmp_path / "kernels")]  # fmt: skip
+    done = CliRunner().invoke(bench_stress.main, options)
+    assert done.exit_code == 3
+    assert "violations: 0; out of time in start" in " ".join(done.output.split())
+    assert "raise --budget" in done.output
+
+
 def test_jobs_survive_their_journey() -> None:
     job = plan.Job(plan.STAGES, 10**9, 1, "cuda")
     assert plan.Job.from_dict(job.to_dict()) == job

@@ -1,4 +1,4 @@
-"""The process of litmus tests: a hang or a crash ends it and not whoever asked.
+"""The process of litmus tests: a hang or a crash ends it and not its parent.
 
 Reads one JSON job from standard input. Writes one JSON object per line to standard output:
 ``{"source": {...}}`` first, ``{"begin": name}`` before a test and ``{"row": {...}}`` after it.

@@ -1,4 +1,4 @@
-"""The process of a stress run: a hang or a crash ends it and not whoever asked.
+"""The process of a stress run: a hang or a crash ends it and not its parent.
 
 Reads one JSON job from standard input. Writes one JSON object per line to standard output:
 ``{"source": {...}}`` first, ``{"begin": phase}`` before a phase and ``{"row": {...}}`` after it.

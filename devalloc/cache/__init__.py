@@ -1,4 +1,4 @@
-"""The host caching allocator: one cache, and policies that drive it. See docs/host-cache.md.
+"""The host caching allocator: one cache, and policies that drive it. See docs/design/host.md.
 
 From the bottom up: blocks and free lists; statistics; policies; the store (segments, and the steps
 that policies are made of) with its history, pending blocks and external segments; audits and

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from devalloc.cache.blocks import FREE, LIVE, PENDING, TAKEN, Block, FreeList, Segment
+from devalloc.cache.blocks import (
+    FREE,
+    LIVE,
+    PENDING,
+    TAKEN,
+    Block,
+    FreeList,
+    Pool,
+    Range,
+    Segment,
+)
 from devalloc.cache.statistics import QUANTITIES
 from devalloc.cache.store import Store
 from devalloc.errors import CorruptionError
@@ -31,8 +41,23 @@ def check(store: Store) -> None:
         _require(segment.address == address, f"C1: segment {address:#x} is filed elsewhere")
         seen += sum(1 for _ in _check_segment(store, segment))
     _require(seen == len(store.blocks), f"C1: {len(store.blocks) - seen} blocks lie in no segment")
+    for pool in store.all_pools():
+        for found in pool.ranges.values():
+            _check_range(store, pool, found)
     _check_pending(store)
     _check_sums(store)
+
+
+def _check_range(store: Store, pool: Pool, found: Range) -> None:
+    inside = sorted(at.address for at in store.segments.values() if at.range is found)
+    end = found.address - 1
+    for segment in map(store.segments.__getitem__, inside):
+        where = f"segment {segment.address:#x}"
+        _require(segment.pool is pool, f"C1: {where} lies in a range of another pool")
+        _require(segment.stream == found.stream, f"C1: {where} lies in another stream's range")
+        _require(segment.address > end, f"C1: {where} touches the one before it in its range")
+        end = segment.address + segment.size
+    _require(end <= found.end, f"C1: a segment reaches out of its range at {found.address:#x}")
 
 
 def _check_segment(store: Store, segment: Segment) -> Iterator[Block]:
@@ -55,6 +80,7 @@ def _check_segment(store: Store, segment: Segment) -> Iterator[Block]:
         before = block
         yield block
     _require(end == segment.address + segment.size, f"C1: segment {segment.address:#x} has gaps")
+    _require(segment.last is before, f"C1: segment {segment.address:#x} ends elsewhere")
 
 
 def _check_lists(store: Store) -> None:
@@ -111,7 +137,10 @@ def _check_sums(store: Store) -> None:
         held = segments + store.external.held - store.external.asleep - asleep
         _require(held <= store.limit, f"C3: {held} B reserved over the limit")
     for pool in store.all_pools():
-        idle = {at for at, each in store.segments.items() if each.pool is pool and each.idle}
+        mine = {at: each for at, each in store.segments.items() if each.pool is pool}
+        nbytes = sum(each.size for each in mine.values())
+        _require(pool.nbytes == nbytes, f"C3: {pool.nbytes} B in a pool, segments {nbytes} B")
+        idle = {at for at, each in mine.items() if each.idle}
         _require(idle == {at for _, _, at in pool.idle()}, "C3: idle segments miscounted")
     sums = {FREE: 0, LIVE: 0, PENDING: 0, TAKEN: 0}
     for block in store.blocks.values():
@@ -133,7 +162,7 @@ def _check_sums(store: Store) -> None:
 def repair(store: Store) -> None:
     """Compute everything derived from segments, chains of blocks, states and queues anew.
 
-    For after an exception that came in the middle of a step: see docs/host-cache.md. Blocks that
+    For after an exception that came in the middle of a step: see docs/design/host.md. Blocks that
     were taken for a request become free.
     """
     pending = store.pending
@@ -146,7 +175,7 @@ def repair(store: Store) -> None:
     blocks = {}
     for segment in store.segments.values():
         pool = segment.pool
-        pool.segments += 1
+        pool.nbytes += segment.size
         pool.touched.add(segment)
         for block in segment.blocks():
             if block.state == TAKEN:
@@ -182,6 +211,7 @@ def _link(segment: Segment) -> None:
     block = segment.first
     block.prev = None
     while True:
+        block.segment = segment
         end = block.address + block.size
         after = block.next
         while after is not None and after.address < end:
@@ -194,6 +224,7 @@ def _link(segment: Segment) -> None:
             block.next = after
         following = block.next
         if following is None:
+            segment.last = block
             return
         following.prev = block
         block = following

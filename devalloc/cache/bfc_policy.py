@@ -70,6 +70,7 @@ class BfcPolicy(Policy):
     _padding: int = dataclasses.field(default=_DEFAULT_PADDING, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.first_region = size_option("first_region", self.first_region, 1)
         require_fraction("fragmentation_fraction", self.fragmentation_fraction, 1.0)
         require_fraction("retry_wait_s", self.retry_wait_s, 3600.0)
@@ -106,10 +107,14 @@ class BfcPolicy(Policy):
 
     @property
     def front_rule(self) -> FrontRule | None:
-        return None if self.careful else FrontRule(self._padding, self._padding, halves=True)
+        return None if self.careful else FrontRule(self._least, self._least, halves=True)
+
+    @property
+    def _least(self) -> int:
+        return MIN_CHUNK if self.expandable_segments else self._padding
 
     def splits(self, index: int, whole: int, size: int) -> bool:
-        return whole >= 2 * size or whole - size >= self._padding
+        return whole >= 2 * size or whole - size >= self._least
 
     # Searching ------------------------------------------------------------------------------------
 
@@ -148,7 +153,10 @@ class BfcPolicy(Policy):
 
     def _extend(self, store: Store, request: Request) -> Block | None:
         """Ask for a new region: the current size, doubled until the request fits. On failure ask
-        for nine tenths, repeatedly, down to the size of the request."""
+        for nine tenths, repeatedly, down to the size of the request. An expandable segment grows by
+        what the request needs."""
+        if self.expandable_segments:
+            return store.grow(request, request.size)
         room = store.room()
         available = None if room is None else room // MIN_CHUNK * MIN_CHUNK
         if available is not None and request.size > available:

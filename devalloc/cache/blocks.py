@@ -3,7 +3,7 @@
 Concurrency: everything here belongs to one cache and is touched under its lock only.
 
 Costs are for n blocks. A size whose last free block was taken stays in its free list, so that a
-cached allocation and its free only pop and append. See docs/host-cache.md.
+cached allocation and its free only pop and append. See docs/design/host.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ for a request that is not over yet."""
 _LOAD = 512
 _FEW = 1024
 SPARE_SIZES = 16
-_MAX_VACANT = 8
+WIDE_SHARE = 16
+WIDEST_SEGMENT = 256 << 20
+_MAX_VACANT = 2  # the fastest with the recorded traces (0, 1, 2, 4, 8 were tried)
 
 T = TypeVar("T", int, tuple[int, ...])
 
@@ -124,10 +126,11 @@ class Segment:
     """One piece of memory from the source: ``size`` bytes at ``address``, taken for ``stream``.
 
     ``asleep`` says that only its addresses are there, and no memory (see
-    `devalloc.cache.private_pools`).
+    `devalloc.cache.private_pools`). ``range`` is where it may grow, if it may (see
+    `devalloc.cache.expandable`).
     """
 
-    __slots__ = ("address", "asleep", "first", "frames", "pool", "size", "stream")
+    __slots__ = ("address", "asleep", "first", "frames", "last", "pool", "range", "size", "stream")
 
     def __init__(self, address: int, size: int, stream: int, pool: Pool) -> None:
         self.address = address
@@ -135,7 +138,9 @@ class Segment:
         self.stream = stream
         self.pool = pool
         self.asleep = False
+        self.range: Range | None = None
         self.first: Block
+        self.last: Block
         self.frames: list[dict[str, object]] | None = None
 
     def blocks(self) -> Iterator[Block]:
@@ -149,6 +154,21 @@ class Segment:
     def idle(self) -> bool:
         """Whether the whole segment is one free block."""
         return self.first.state == FREE and self.first.next is None
+
+
+class Range:
+    """Reserved addresses in which segments grow, for one pool and one stream."""
+
+    __slots__ = ("address", "nbytes", "stream")
+
+    def __init__(self, address: int, nbytes: int, stream: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.stream = stream
+
+    @property
+    def end(self) -> int:
+        return self.address + self.nbytes
 
 
 class Block:
@@ -301,18 +321,30 @@ class Pool:
     """The free lists of one kind of block (small or large), one for each stream that owns some.
 
     ``owner`` is the identifier in snapshots: (0, 0), or that of a private pool. ``lookups`` counts
-    searches; the age of a free block is measured in searches. ``segments`` counts segments.
-    ``touched`` has the segments that have become idle, or no longer are, since `idle` was asked.
+    searches; the age of a free block is measured in searches. ``nbytes`` is the sum of the
+    segments. ``touched`` has the segments that have become idle, or no longer are, since `idle` was
+    asked. ``ranges`` has the addresses that are reserved for segments that grow.
     """
 
-    __slots__ = ("_idle", "_places", "index", "lists", "lookups", "owner", "segments", "touched")
+    __slots__ = (
+        "_idle",
+        "_places",
+        "index",
+        "lists",
+        "lookups",
+        "nbytes",
+        "owner",
+        "ranges",
+        "touched",
+    )
 
     def __init__(self, index: int, owner: tuple[int, int]) -> None:
         self.index = index
         self.owner = owner
         self.lists: dict[int, FreeList] = {}
         self.lookups = 0
-        self.segments = 0
+        self.nbytes = 0
+        self.ranges: dict[int, Range] = {}
         self.touched: set[Segment] = set()
         self._idle: SortedSet[tuple[int, ...]] = SortedSet()
         self._places: dict[int, tuple[tuple[int, ...], Segment]] = {}
@@ -336,12 +368,27 @@ class Pool:
                 self._idle.add(place)
         return self._idle
 
+    def all_idle(self) -> list[Segment]:
+        """The idle segments by (stream, size, address), for a caller that releases most of them.
+
+        They count as touched from now on: releasing them removes nothing from an ordered set.
+        """
+        self.touched.update(segment for _, segment in self._places.values())
+        self._idle, self._places = SortedSet(), {}
+        idle = [segment for segment in self.touched if segment.idle]
+        self.touched = set(idle)
+        return sorted(idle, key=lambda at: (at.first.home.stream, at.size, at.address))
+
     def idle_at(self, address: int) -> Segment:
         return self._places[address][1]
 
     def released(self, segment: Segment) -> None:
         """Forget a segment that has gone back to the source."""
-        self.segments -= 1
+        self.nbytes -= segment.size
+        self.forget(segment)
+
+    def forget(self, segment: Segment) -> None:
+        """Forget whether a segment is idle, which exists no longer."""
         self.touched.discard(segment)
         self._forget_idle(segment)
 
@@ -351,9 +398,9 @@ class Pool:
             self._idle.remove(known[0])
 
     def clear(self) -> None:
-        """Forget everything, to be filled anew."""
+        """Forget what can be computed, to be filled anew."""
         self.lists = {}
-        self.segments = 0
+        self.nbytes = 0
         self.touched = set()
         self._idle = SortedSet()
         self._places = {}
@@ -365,9 +412,10 @@ class PoolSet:
     ``uses`` counts the graphs that may still read and write the memory. When it is zero, segments
     are given back as soon as they are idle. ``refusal``, if not empty, says why nothing can be
     allocated there now. ``rules`` has what a pause does with some live blocks, by address.
+    ``widens`` says that new segments are larger, the more a pool has: see `segment_for`.
     """
 
-    __slots__ = ("owner", "pools", "refusal", "rules", "uses")
+    __slots__ = ("owner", "pools", "refusal", "rules", "uses", "widens")
 
     def __init__(self, owner: tuple[int, int]) -> None:
         self.owner = owner
@@ -375,10 +423,22 @@ class PoolSet:
         self.uses = 1
         self.refusal = ""
         self.rules: dict[int, str] = {}
+        self.widens = False
 
     @property
-    def segments(self) -> int:
-        return self.pools[0].segments + self.pools[1].segments
+    def nbytes(self) -> int:
+        return self.pools[0].nbytes + self.pools[1].nbytes
+
+    def segment_for(self, index: int, size: int) -> int:
+        """Bytes of a wide segment for blocks of ``size`` bytes; 0 if the policy's own will do.
+
+        A segment costs as much to pause or to resume as tens of MiB do. With a sixteenth of what
+        the pool has there are few, and at most a sixteenth more is reserved.
+        """
+        if not self.widens:
+            return 0
+        wide = min(self.pools[index].nbytes // WIDE_SHARE, WIDEST_SEGMENT)
+        return wide // size * size
 
 
 class Stamps(dict[int, int]):

@@ -6,7 +6,7 @@ the interrupted call is over (`_inside`). A call that waits, or runs other peopl
 lock meanwhile, and the cache is in the state that it has between two calls (`_out`).
 
 Interruptions: an exception that is not one of ours may have come in the middle of a step. It leaves
-`_torn` set, and what is derived is computed anew before anything else (docs/host-cache.md).
+`_torn` set, and what is derived is computed anew before anything else (docs/design/host.md).
 
 The short way through `malloc` and `free` is for exact fits when nothing unusual is going on.
 `_attention` is set while something is: recorded uses by other streams, pending events, routes to
@@ -21,7 +21,7 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -30,7 +30,7 @@ from devalloc.cache import audit, forks, history, reports
 from devalloc.cache import statistics as rows
 from devalloc.cache.blocks import FREE, LIVE, Block, PoolSet
 from devalloc.cache.external import External
-from devalloc.cache.front import Front, Loan
+from devalloc.cache.front import Loan
 from devalloc.cache.policies import make_policy
 from devalloc.cache.policy import Policy
 from devalloc.cache.private_pools import PrivatePool, PrivatePools
@@ -152,8 +152,8 @@ class Cache(Owner):
     -----
     All methods may be called from any thread. A block is owned by the stream it was allocated on.
     Once freed, it may be given out again on that stream at once, and on others only as invariant C2
-    allows (docs/host.md). `malloc` and `free` never wait for the device, unless the source does,
-    memory runs out, or the cache is closed.
+    allows (docs/design/host.md). `malloc` and `free` never wait for the device, unless the source
+    does, memory runs out, or the cache is closed.
 
     A signal handler that raises (Ctrl-C) may end any call: `malloc` has then allocated nothing, a
     free has happened or not (freeing again tells), and the cache works on.
@@ -197,7 +197,7 @@ class Cache(Owner):
         self.private = PrivatePools(self, self._store)
         self._plans: dict[int, tuple[int, int]] = {}
         self._attention = False
-        self._loan: Loan | None = None
+        self.loan = Loan(self, self._store)
         self.reuse = Reuse(self._store, self._settle)
         self._watch()
         forks.watch(self)
@@ -542,8 +542,8 @@ class Cache(Owner):
 
     def _take_loan(self) -> None:
         """Have the default pools as they are: take them back if the front has them."""
-        if self._loan is not None and self._loan.out:
-            self._loan.take()
+        if self.loan.out:
+            self.loan.take()
 
     def _settle(self, watch: bool = False) -> None:
         """Repair what is torn, and free what is parked or noted; with ``watch``, look whether
@@ -573,6 +573,11 @@ class Cache(Owner):
         """Compute anew what an interrupted call has left half done."""
         self._take_loan()
         audit.repair(self._store)
+        if not self._store.refused:
+            # What the call would have given back to the source: of pools without uses, or all.
+            self._returned.append((0, 0, None))
+            self._closing = self._store.closed
+        self._store.refused = False
         self._torn = False
         self._watch()
 
@@ -588,14 +593,14 @@ class Cache(Owner):
             or store.history.recording
             or self._out
             or self._torn
-            or self._loan
+            or self.loan.front
             or self.policy.careful
         )
 
     def _free_noted(self) -> None:
         self._urgent = False
         if self.reuse.stacks:
-            self._returned.extend((address, 0, None) for address in self.reuse.clear())
+            self._returned.extend(self.reuse.clear())
         if self._returned or self._closing:
             self._take_loan()
         if self._returned:
@@ -612,7 +617,7 @@ class Cache(Owner):
 
     def _free_if_live(self, freed: Freed) -> None:
         address, claim, routed = freed
-        if address == 0:  # of pools that were abandoned
+        if address == 0:  # for pools that nobody uses
             self._store.release_all_unused()
             return
         block = self._store.live(address, claim)
@@ -668,80 +673,38 @@ class Cache(Owner):
 
     # The front: see `devalloc.cache.front` --------------------------------------------------------
 
-    def attach_front(self, front: Front) -> None:
-        """Let a front serve PyTorch from now on. Only one, and for ever."""
-        with self._lock:
-            self._loan = Loan(self._store, front)
-            self._watch()
+    @_beside_front
+    def call_beside_front(
+        self, action: Callable[P, T], *arguments: P.args, **options: P.kwargs
+    ) -> T:
+        """Do something as an entry point that leaves the default pools to the front."""
+        return action(*arguments, **options)
 
-    def serve(self, nbytes: int, stream: int) -> int:
-        """`malloc` for PyTorch, of what the front does not serve by itself."""
-        given: list[int] = []
-        loan = self._loan
-        try:
-            with self._lock:
-                if loan is not None and loan.out and not self._inside:
-                    self._serve_by_front(loan, nbytes, stream, given)
-            if not any(given):
-                # (Without the lock: the filters of routes may run.)
-                given.append(self.malloc(nbytes, stream))
-                with self._lock:
-                    if loan is not None and self._may_lend(loan):
-                        self._lend(loan)
-            return given[-1]
-        except BaseException:
-            # PyTorch will not have it.
-            self._returned.extend((address, 0, None) for address in given if address)
-            raise
+    @property
+    def inside(self) -> bool:
+        """Under the lock: whether this thread interrupted its own call."""
+        return self._inside
 
-    def take_back(self, address: int) -> None:
-        """`free` for PyTorch, of what the front does not free by itself."""
-        loan = self._loan
-        with self._lock:
-            out = loan is not None and loan.out and not self._inside
-            if loan is not None and out and self._free_by_front(loan, address):
-                return
-        self.free(address)
-
-    def _may_lend(self, loan: Loan) -> bool:
+    def usual(self) -> bool:
+        """Under the lock: whether nothing is going on that only Python knows how to do."""
         store = self._store
-        return loan.is_due() and not (
-            loan.out
-            or self._inside
-            or self.private.routes
+        return not (
+            self._inside
             or self._out
             or self._torn
+            or self.private.routes
             or store.captures
             or store.closed
             or store.history.recording
         )
 
-    @_beside_front
-    def _lend(self, loan: Loan) -> None:
-        loan.give()
+    def plan(self, nbytes: int) -> tuple[int, int]:
+        """Under the lock: the rounded size and the pool of requests like this one."""
+        return self._plans.get(nbytes) or self._plan(nbytes)
 
-    @_beside_front
-    def _serve_by_front(self, loan: Loan, nbytes: int, stream: int, given: list[int]) -> None:
-        loan.read_log()
-        if nbytes or not self.policy.zero_is_null:
-            size, index = self._plans.get(nbytes) or self._plan(nbytes)
-            # The list gets the address in the C code that takes the block.
-            given.extend(map(loan.front.malloc, (nbytes,), (size,), (index,), (stream,)))
-
-    @_beside_front
-    def _free_by_front(self, loan: Loan, address: int) -> bool:
-        loan.read_log()
-        return loan.front.free(address)
-
-    def share_by_front(self, address: int, stream: int) -> bool:
-        """`record_stream` of a block that the front knows; whether it does."""
-        with self._lock:
-            if self._loan is None or not self._loan.out or self._inside:
-                return False
-            owner = self._loan.front.share(address, stream)
-            if owner is not None and owner != stream:
-                self._store.pending.uses.setdefault(address, set()).add(stream)
-            return owner is not None
+    def free_later(self, addresses: Iterable[int]) -> None:
+        """Have the next call free these."""
+        self._returned.extend((address, 0, None) for address in addresses if address)
 
     # Streams --------------------------------------------------------------------------------------
 
@@ -763,7 +726,7 @@ class Cache(Owner):
         with self._lock:
             if self._inside:
                 raise DevallocError("the cache was used from a finalizer that interrupted it")
-            if not claim and self.share_by_front(address, stream):
+            if not claim and self.loan.share(address, stream):
                 return
             block = self.require_live(address, claim)
             if stream != block.home.stream:
@@ -977,7 +940,7 @@ class Cache(Owner):
 
     @_entry
     def audit(self) -> None:
-        """Check invariants C1 to C3 (docs/host.md).
+        """Check invariants C1 to C3 (docs/design/host.md).
 
         Raises
         ------
@@ -1005,7 +968,7 @@ class Cache(Owner):
 
     def _look(self) -> None:
         """Have the blocks up to date, under the lock. In the midst of a call they are."""
-        if self._loan is not None and self._loan.out and not self._inside:
+        if self.loan.out and not self._inside:
             self._update()
 
     @_entry

@@ -3,9 +3,11 @@
 A `Loan` gives the pools to a `Front` and takes them back. Meanwhile the store's default pools are
 out of date, and nothing may look at them: `Cache` takes them back first. The front works by the
 policy's own rule (`FrontRule`), so it places every block where the store would have placed it.
+PyTorch asks the front itself; what the front does not do alone comes to `Loan.serve` and
+`Loan.take_back`.
 
 To interrupt `Loan.take` does no harm: the front keeps what it had until it is given something new,
-so the next call takes it again. See docs/host-cache.md.
+so the next call takes it again. See docs/design/host.md.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from devalloc.cache.blocks import FREE, LIVE, Block, Segment
 
 if TYPE_CHECKING:
+    from devalloc.cache.cache import Cache
     from devalloc.cache.policy import FrontRule
     from devalloc.cache.store import Store
 
@@ -63,32 +66,92 @@ class Front(Protocol):
 
 
 class Loan:
-    """The default pools of a store, and whether the front has them.
+    """The default pools of a cache, and whether the front has them.
 
     Attributes
     ----------
-    front : Front
+    front : Front, optional
+        None until PyTorch is served by one.
     out : bool
         Whether the front has the pools. Changed under the cache's lock.
     """
 
-    __slots__ = ("_calls", "_homes", "_store", "front", "out")
-
-    def __init__(self, store: Store, front: Front) -> None:
-        self.front = front
+    def __init__(self, cache: Cache, store: Store) -> None:
+        self.front: Front | None = None
         self.out = False
+        self._cache = cache
         self._store = store
         self._homes: list[tuple[int, int]] = []
         self._calls = 0
 
-    def is_due(self) -> bool:
+    # For PyTorch ----------------------------------------------------------------------------------
+
+    def attach(self, front: Front) -> None:
+        """Let a front serve PyTorch from now on. Only one, and for ever."""
+        self._cache.call(self._attach, front)
+
+    def _attach(self, front: Front) -> None:
+        self.front = front
+
+    def serve(self, nbytes: int, stream: int) -> int:
+        """`Cache.malloc` for PyTorch, of what the front does not serve by itself."""
+        cache, given = self._cache, list[int]()
+        try:
+            with cache.lock:
+                if self.out and not cache.inside:
+                    cache.call_beside_front(self._serve, nbytes, stream, given)
+            if not any(given):
+                # (Without the lock: the filters of routes may run.)
+                given.append(cache.malloc(nbytes, stream))
+                with cache.lock:
+                    if self.front is not None and self._is_due() and cache.usual():
+                        cache.call_beside_front(self.give)
+            return given[-1]
+        except BaseException:
+            cache.free_later(given)  # PyTorch will not have it
+            raise
+
+    def _serve(self, nbytes: int, stream: int, given: list[int]) -> None:
+        front = self.read_log()
+        if nbytes or not self._store.policy.zero_is_null:
+            size, index = self._cache.plan(nbytes)
+            # The list gets the address in the C code that takes the block.
+            given.extend(map(front.malloc, (nbytes,), (size,), (index,), (stream,)))
+
+    def take_back(self, address: int) -> None:
+        """`Cache.free` for PyTorch, of what the front does not free by itself."""
+        cache = self._cache
+        with cache.lock:
+            out = self.out and not cache.inside
+            if out and cache.call_beside_front(self._take_back, address):
+                return
+        cache.free(address)
+
+    def _take_back(self, address: int) -> bool:
+        return self.read_log().free(address)
+
+    def share(self, address: int, stream: int) -> bool:
+        """`Cache.record_stream` of a block that the front knows; whether it does."""
+        with self._cache.lock:
+            if self.front is None or not self.out or self._cache.inside:
+                return False
+            owner = self.front.share(address, stream)
+            if owner is not None and owner != stream:
+                self._store.pending.uses.setdefault(address, set()).add(stream)
+            return owner is not None
+
+    # Under the lock -------------------------------------------------------------------------------
+
+    def _is_due(self) -> bool:
         """Count a call. Whether calls since the pools came back have cost as much as handing them
         over and taking them back will: so these never cost more than half."""
         self._calls += 1
         return self._calls * _SHARE_OF_CALLS > len(self._store.blocks) + _SPARED_CALLS
 
     def give(self) -> None:
-        """Let the front serve the default pools."""
+        """Let the front serve the default pools, unless it has them."""
+        if self.front is None or self.out:
+            return
         self._calls = 0
         store = self._store
         rule = store.policy.front_rule
@@ -120,18 +183,20 @@ class Loan:
         finally:
             self.out = started == [True]
 
-    def read_log(self, everything: bool = False) -> None:
-        """Enter the front's rows in the statistics."""
+    def read_log(self, everything: bool = False) -> Front:
+        """Enter the rows of the front, which has the pools, in the statistics; returns it."""
+        assert self.front is not None
         log = self.front.read_log(everything)
         if log:
             self._store.statistics.enter(log)
+        return self.front
 
     def take(self) -> None:
         """Take the pools back, as the front leaves them."""
         store, pools = self._store, self._store.default.pools
+        assert self.front is not None
         self.front.stop()
-        self.read_log(everything=True)
-        words = array("Q", self.front.blocks())
+        words = array("Q", self.read_log(everything=True).blocks())
         homes = [pools[index].list_of(stream) for stream, index in self._homes]
         free: list[dict[int, list[int]]] = [{} for _ in homes]
         counts = [0] * len(homes)
@@ -162,7 +227,7 @@ class Loan:
             elif state != _KEPT:
                 block.state, block.claim, block.requested = LIVE, 0, requested
             counts[place] += 1
-            blocks[address] = before = block
+            blocks[address] = segment.last = before = block
         store.blocks = blocks
         for home, found, count in zip(homes, free, counts, strict=True):
             home.refill(found, count)

@@ -94,6 +94,7 @@ class FrugalPolicy(Policy):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.allowance = size_option("allowance", self.allowance, 0)
         require_count("patience", self.patience, 1)
         self.medium_segment = size_option("medium_segment", self.medium_segment, SMALL_SEGMENT)
@@ -127,7 +128,7 @@ class FrugalPolicy(Policy):
     def miss(self, store: Store, request: Request) -> Block | None:
         nbytes = self._segment_for(request.size)
         if store.may_release():
-            needed, bound = store.reserved + nbytes, self._record
+            needed, bound = store.reserved + store.needed(request, nbytes), self._record
             regretted = self._regret(store, request)
             if regretted and self._regrets >= self.patience and needed > bound:
                 self._regrets, bound = 0, needed
@@ -168,7 +169,12 @@ class FrugalPolicy(Policy):
 
     def _give_back(self, store: Store, excess: int) -> None:
         """Release the smallest idle segment of at least ``excess`` bytes. If there is none, release
-        the largest one and go on with the rest of the excess, as long as segments are idle."""
+        the largest one and go on with the rest of the excess, as long as segments are idle. What is
+        free in expandable segments goes from the highest address on."""
+        if store.expandable is not None and excess > 0:
+            for nbytes, home in store.expandable.trim(store.default, excess):
+                self._given_back.append(_GivenBack(nbytes, home.pool.index, home.stream))
+            return
         while excess > 0:
             segment = self._smallest(store, excess) or self._largest(store)
             if segment is None:

@@ -102,13 +102,14 @@ class History:
             stream = block.home.stream
             self._add("free_completed", block.address, block.size, stream, frames or [])
 
-    def segment_changed(self, segment: Segment, action: str) -> None:
+    def segment_changed(self, segment: Segment, action: str, address: int, size: int) -> None:
+        """Memory came or went: all of a segment, or a part of one that grows."""
         if self.recording:
             frames = self._stack()
-            if action == "segment_alloc":
+            if action in ("segment_alloc", "segment_map"):
                 segment.frames = frames
             if self._events:
-                self._add(action, segment.address, segment.size, segment.stream, frames)
+                self._add(action, address, size, segment.stream, frames)
 
     def out_of_memory(self, request: Request, room: int | None) -> None:
         if self._events:
@@ -167,7 +168,7 @@ def _segment(store: Store, segment: Segment, device: int) -> dict[str, Any]:
         "stream": segment.stream,
         "segment_type": ("small", "large")[segment.pool.index],
         "segment_pool_id": segment.pool.owner,
-        "is_expandable": False,
+        "is_expandable": segment.range is not None,
         "frames": segment.frames or [],
         "blocks": blocks,
     }

@@ -44,10 +44,12 @@ class TinyPolicy(Policy):
 
     @property
     def front_rule(self) -> FrontRule:
-        return FrontRule(MIN_BLOCK, SMALL_MAX + 1)
+        return FrontRule(MIN_BLOCK, MIN_BLOCK if self.expandable_segments else SMALL_MAX + 1)
 
     def splits(self, index: int, whole: int, size: int) -> bool:
-        return whole - size >= MIN_BLOCK if index == 0 else whole - size > SMALL_MAX
+        if index == 0 or self.expandable_segments:
+            return whole - size >= MIN_BLOCK
+        return whole - size > SMALL_MAX
 
     def miss(self, store: Store, request: Request) -> Block | None:
         nbytes = two_pool_segment(request.size)
@@ -79,14 +81,15 @@ class AutoGrowthPolicy(Policy):
     """
 
     name: ClassVar[str] = "auto_growth"
-    takes_tail: ClassVar[bool] = True
-
     alignment: int = 256
     chunk_size: int = 0
     free_idle_chunks: str = "on_failure"
     retry_wait_s: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        # Memory is mapped behind what is there: so what is in use should lie in front.
+        self.takes_tail = not self.expandable_segments
         self.alignment = size_option("alignment", self.alignment, 256)
         self.chunk_size = size_option("chunk_size", self.chunk_size, 0)
         require_fraction("retry_wait_s", self.retry_wait_s, 3600.0)
@@ -111,7 +114,7 @@ class AutoGrowthPolicy(Policy):
 
     @property
     def front_rule(self) -> FrontRule | None:
-        return None if self.careful else FrontRule(1, 1, takes_tail=True)
+        return None if self.careful else FrontRule(1, 1, takes_tail=self.takes_tail)
 
     def splits(self, index: int, whole: int, size: int) -> bool:
         return True
@@ -159,6 +162,6 @@ def make_policy(policy: str | Policy, **options: object) -> Policy:
             f"such as 'max_split_size_mb:64'; not {policy!r}"
         )
     try:
-        return POLICIES[policy](**options)
+        return POLICIES[policy](**options)  # type: ignore[arg-type]
     except TypeError as error:
         raise InvalidArgument(f"policy {policy!r}: {error}") from error

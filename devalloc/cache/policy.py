@@ -13,6 +13,7 @@ import dataclasses
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from devalloc.errors import InvalidArgument
+from devalloc.sizes import quote
 
 if TYPE_CHECKING:
     from devalloc.cache.blocks import Block, FreeList
@@ -62,11 +63,23 @@ class Policy:
         The caller gets the end of a block that is split, not its front.
     zero_is_null : bool
         A request of 0 bytes gives address 0 and no block.
+    expandable_segments : bool
+        An option of every policy: segments grow instead of being taken one by one, and give back
+        what is free in their middle (`devalloc.cache.expandable`). Every remainder is split off.
+        Needs a source that can map memory, such as ``"virtual"``.
     """
 
     name: ClassVar[str]
-    takes_tail: ClassVar[bool] = False
     zero_is_null: ClassVar[bool] = True
+
+    expandable_segments: bool = dataclasses.field(default=False, kw_only=True)
+    takes_tail = False  # (not a field)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.expandable_segments, bool):
+            raise InvalidArgument(
+                f"expandable_segments is True or False, not {quote(self.expandable_segments)}"
+            )
 
     def attach(self, store: Store) -> None:
         """Begin to serve a cache, or continue under a new limit.
@@ -90,7 +103,7 @@ class Policy:
     def unit(self) -> int:
         """Bytes: requests that are equal when rounded up to this have blocks of the same size.
 
-        The front (docs/host-cache.md) remembers sizes by it. 256 is right for every policy; a
+        The front (docs/design/host.md) remembers sizes by it. 256 is right for every policy; a
         larger one lets more requests share.
         """
         return 256

@@ -24,7 +24,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-from devalloc.cache.blocks import FREE, LIVE, PoolSet, Segment
+from devalloc.cache.blocks import FREE, LIVE, Block, PoolSet, Segment
+from devalloc.cache.policy import MIN_BLOCK, round_up
 from devalloc.cache.store import Store
 from devalloc.errors import InvalidArgument, OutOfMemory
 from devalloc.sizes import format_size
@@ -122,11 +123,20 @@ class Route:
 
 
 class LiveBlock(NamedTuple):
-    """A live block, and the rule that `set_rule` gave it ("" if none)."""
+    """What is in use of a live block, and the rule that `set_rule` gave it ("" if none)."""
 
     address: int
     nbytes: int
     rule: str
+
+
+def _used(block: Block) -> int:
+    """The bytes that a live block's owner may have written.
+
+    Up to a multiple of `MIN_BLOCK`, so that neighbours stay neighbours and are copied as one piece.
+    Only the holder of a claim knows the size of the block, and may use all of it.
+    """
+    return block.size if block.claim else min(round_up(block.requested, MIN_BLOCK), block.size)
 
 
 class Content(NamedTuple):
@@ -306,7 +316,7 @@ class PrivatePools:
 
     def bytes_of(self, pools: PoolSet) -> int:
         """Bytes of the segments of private pools."""
-        return self._cache.call(lambda: sum(at.size for at in self._segments_of(pools)))
+        return self._cache.call(lambda: pools.nbytes)
 
     def contents_of(self, pools: PoolSet) -> list[Content]:
         """What lives in private pools."""
@@ -350,7 +360,7 @@ class PrivatePools:
             streams |= self._store.pending.uses.get(block.address, set())
             if block.state == LIVE:  # or it is freed, and needed only until its streams are done
                 rule = pools.rules.get(block.address, "")
-                blocks.append(LiveBlock(block.address, block.size, rule))
+                blocks.append(LiveBlock(block.address, _used(block), rule))
         return Content(segment.address, segment.size, blocks, streams)
 
     def mark_asleep(self, pools: PoolSet, asleep: bool, refusal: str) -> None:

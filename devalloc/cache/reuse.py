@@ -165,8 +165,8 @@ class Reuse:
 
     # For the cache, under its lock ---------------------------------------------------------------
 
-    def clear(self) -> Iterator[int]:
-        """Take everything out and yield the addresses, which the caller must free.
+    def clear(self) -> Iterator[tuple[int, int, None]]:
+        """Take everything out and yield what the caller must free: (address, no claim, no pools).
 
         A block that something else still refers to is left to that reference.
         """
@@ -184,7 +184,7 @@ class Reuse:
                 if stay.turns != stay.told:
                     self._note_turns(stay)
                 stay.forget()
-                yield stay.address
+                yield stay.address, 0, None
         if self._turned:
             self._enter_turns()
 

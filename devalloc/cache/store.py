@@ -7,7 +7,7 @@ C1  The blocks of a segment tile it; no two free neighbours could be merged (sam
 C3  ``reserved`` is the sum of the segments.
 
 Every step preserves both even when it raises one of our errors: the source is called first, and its
-result is entered afterwards. For exceptions that come in between (Ctrl-C) see docs/host-cache.md:
+result is entered afterwards. For exceptions that come in between (Ctrl-C) see docs/design/host.md:
 whatever a step has done to segments, chains and states is done by stores without a call between
 them, and everything else can be computed from these.
 """
@@ -32,11 +32,12 @@ from devalloc.cache.blocks import (
     Segment,
     Stamps,
 )
+from devalloc.cache.expandable import Expandable
 from devalloc.cache.external import External
 from devalloc.cache.history import History
 from devalloc.cache.streams import Pending
 from devalloc.cleanup import call_for_all
-from devalloc.errors import OutOfMemory
+from devalloc.errors import DevallocError, OutOfMemory
 from devalloc.sources.base import granularity_of
 
 if TYPE_CHECKING:
@@ -107,10 +108,13 @@ class Store:
         self.captures = 0
         self.closed = False
         self.failure: OutOfMemory | None = None
+        self.refused = False
+        """Whether the source failed to take memory back in the call that was torn by that."""
         self._best_fit = policy.best_fit
         capabilities = getattr(source, "capabilities", None)
         self._stream_ordered = bool(getattr(capabilities, "stream_ordered", False))
         self._granularity = granularity_of(source)
+        self.expandable = Expandable(self) if policy.expandable_segments else None
 
     # Streams --------------------------------------------------------------------------------------
 
@@ -126,7 +130,8 @@ class Store:
         """Wait for the streams that still use freed blocks, so that these become free."""
         self.pending.wait()
 
-    def _around_source(self) -> AbstractContextManager[None]:
+    def around_source(self) -> AbstractContextManager[None]:
+        """What goes around a call of the source."""
         return self.streams.relaxed_capture() if self.captures else nullcontext()
 
     # Finding --------------------------------------------------------------------------------------
@@ -242,6 +247,8 @@ class Store:
         for segment in self.segments.values():
             if segment.stream == stream:
                 segment.stream = 0
+                if segment.range is not None:
+                    segment.range.stream = 0
             for block in segment.blocks():
                 if block.home.stream != stream:
                     continue
@@ -279,6 +286,8 @@ class Store:
         block.next = tail
         if after is not None:
             after.prev = tail
+        else:
+            block.segment.last = tail
         self.blocks[address] = tail
         owner.blocks += 1
         if self.stamps and block.address in self.stamps:
@@ -333,8 +342,11 @@ class Store:
         block = self.put_back(block, code)
         if pools is not None and pools.uses == 0:
             self.release_unused(pools)
-        elif pools is None and self.closed and self.may_release() and self.unite(block.segment):
-            self.release(block.segment)
+        elif pools is None and self.closed and self.may_release():
+            if self.unite(block.segment):
+                self.release(block.segment)
+            elif self.expandable is not None and block.segment.range is not None:
+                self.expandable.shrink(block)
         elif policy.careful:
             policy.freed(self, block)
 
@@ -395,6 +407,8 @@ class Store:
         first.next = after
         if after is not None:
             after.prev = first
+        else:
+            first.segment.last = first
         del self.blocks[second.address]
         home.blocks -= 1
         if len(home.by_size) > 2 * home.blocks + SPARE_SIZES:
@@ -421,21 +435,35 @@ class Store:
     def grow(self, request: Request, nbytes: int) -> Block | None:
         """Ask the source for a segment of at least ``nbytes`` and serve the request from it.
 
-        The segment has all that the source takes for it: whole multiples of its granularity. The
-        limit is checked first. Returns None if the limit or the source refuses; `failure` then
+        In pools whose segments widen, a wider one is asked for first. Of expandable segments one
+        grows. A segment has all that the source takes for it: whole multiples of its granularity.
+        The limit is checked first. Returns None if the limit or the source refuses; `failure` then
         has the source's error, if there is one, until the request is over.
         """
+        if self.expandable is not None and not request.pools.widens:
+            return self.expandable.grow(request, nbytes)
+        wide = request.pools.segment_for(request.index, request.size)
+        block = self._take_segment(request, wide) if wide > nbytes else None
+        return block or self._take_segment(request, nbytes)
+
+    def needed(self, request: Request, nbytes: int) -> int:
+        """Bytes that `grow` would ask the source for."""
+        if self.expandable is None or request.pools.widens:
+            return nbytes
+        return self.expandable.needed(request, nbytes)
+
+    def _take_segment(self, request: Request, nbytes: int) -> Block | None:
         self.failure = None
         request.segment = nbytes = (nbytes + self._granularity - 1) & -self._granularity
         home = request.home
         segment = Segment(0, nbytes, request.stream, home.pool)
-        block = segment.first = Block(0, nbytes, home, segment)
+        block = segment.first = segment.last = Block(0, nbytes, home, segment)
         given: list[int] = []
         self.asking = nbytes
         try:
             if self.limit is not None and self.taken > self.limit:
                 return None
-            with self._around_source():
+            with self.around_source():
                 # The list gets the address in the C code that gets it from the source: an
                 # interruption cannot come in between.
                 given.extend(map(self._ask_source, (request,)))
@@ -450,11 +478,11 @@ class Store:
             self.asking = 0
         self.blocks[block.address] = block
         home.gained_block()
-        home.pool.segments += 1
+        home.pool.nbytes += nbytes
         home.add(nbytes, block.address)
         self.counts["num_device_alloc"] += 1
         self.statistics.rows.extend((nbytes | rows.SEGMENT_IN | request.index, 0))
-        self.history.segment_changed(segment, "segment_alloc")
+        self.history.segment_changed(segment, "segment_alloc", segment.address, nbytes)
         return self.carve(block, home, request.size, request.nbytes)
 
     def _ask_source(self, request: Request) -> int:
@@ -473,8 +501,17 @@ class Store:
                 self.order(segment.stream, stream)
         taken: list[None] = []
         try:
-            with self._around_source():
+            with self.around_source():
                 taken.extend(map(self._give_to_source, (segment,)))
+        except DevallocError:
+            raise
+        except BaseException as error:
+            self.refused = isinstance(error, Exception)
+            # (Not of an expandable segment, whose source has the whole range.)
+            has = None if segment.range is not None else getattr(self.source, "has", None)
+            if has is not None and not has(segment.address):
+                taken.append(None)
+            raise
         finally:
             if taken:
                 del self.segments[segment.address]
@@ -487,21 +524,21 @@ class Store:
         pool.released(segment)
         self.counts["num_device_free"] += 1
         self.statistics.rows.extend((segment.size | rows.SEGMENT_OUT | pool.index, 0))
-        self.history.segment_changed(segment, "segment_free")
+        action = "segment_free"
+        if self.expandable is not None and segment.range is not None:
+            action = "segment_unmap"
+            self.expandable.give_up_ranges(pool)
+        self.history.segment_changed(segment, action, segment.address, segment.size)
         return segment.size
 
     def _give_to_source(self, segment: Segment) -> None:
         source: Any = self.source
-        if self._stream_ordered:
+        if self.expandable is not None and segment.range is not None:
+            self.expandable.unmap(segment.range, segment.address, segment.size)
+        elif self._stream_ordered:
             source.free(segment.address, segment.size, segment.stream)
         else:
             source.free(segment.address, segment.size)
-
-    def idle_segments(self, pools: PoolSet, index: int) -> list[Segment]:
-        """The segments of one pool that are one free block, by (stream, size, address)."""
-        pool = pools.pools[index]
-        places = sorted((stream, size, address) for size, stream, address in pool.idle())
-        return [pool.idle_at(address) for _, _, address in places]
 
     def release_idle(self, pools: PoolSet) -> None:
         """Give back every idle segment of some pools, large ones first."""
@@ -509,15 +546,18 @@ class Store:
             for segment in self.segments.values():
                 if segment.pool in pools.pools:
                     self.unite(segment)
-        call_for_all(
-            self.release, [at for index in (1, 0) for at in self.idle_segments(pools, index)]
-        )
+        small, large = pools.pools
+        try:
+            call_for_all(self.release, large.all_idle() + small.all_idle())
+        finally:
+            if self.expandable is not None:
+                self.expandable.trim(pools)
 
     def release_unused(self, pools: PoolSet) -> None:
         """Give back idle segments of private pools that no graph uses; drop the pools if empty."""
         if self.may_release():
             self.release_idle(pools)
-            if pools.segments == 0:
+            if pools.nbytes == 0:
                 self.privates.pop(pools.owner, None)
 
     def release_all_unused(self) -> None:

@@ -70,6 +70,7 @@ class TorchPolicy(Policy):
     _ages: dict[Segment, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         given = self.roundup_power2_divisions
         if isinstance(given, int):
             given = (given,) * INTERVALS
@@ -86,6 +87,11 @@ class TorchPolicy(Policy):
                     f"roundup_power2_divisions must be powers of two or 0, not {value}"
                 )
         self._divisions = divisions
+        if self.max_split_size is not None and self.expandable_segments:
+            raise InvalidArgument(
+                "max_split_size keeps large segments whole, and expandable segments are divided "
+                "and joined again; give only one of the two"
+            )
         if self.max_split_size is not None:
             self.max_split_size = size_option(
                 "max_split_size", self.max_split_size, LARGE_SEGMENT + 1
@@ -101,8 +107,8 @@ class TorchPolicy(Policy):
 
         Known settings are ``max_split_size_mb``, ``max_non_split_rounding_mb``,
         ``garbage_collection_threshold``, ``roundup_power2_divisions`` (a value, or
-        ``[256:1,512:2,>:4]`` with MiB as keys) and ``backend:native``. Anything else raises
-        InvalidArgument.
+        ``[256:1,512:2,>:4]`` with MiB as keys), ``expandable_segments:True`` and
+        ``backend:native``. Anything else raises InvalidArgument.
         """
         return cls(**_parse_settings(settings))  # type: ignore[arg-type]
 
@@ -151,11 +157,12 @@ class TorchPolicy(Policy):
     def front_rule(self) -> FrontRule | None:
         if self.careful:
             return None
+        least = MIN_BLOCK if self.expandable_segments else SMALL_MAX + 1
         slack = self.max_non_split_rounding
-        return FrontRule(MIN_BLOCK, SMALL_MAX + 1, oversize=self.max_split_size or 0, slack=slack)
+        return FrontRule(MIN_BLOCK, least, oversize=self.max_split_size or 0, slack=slack)
 
     def splits(self, index: int, whole: int, size: int) -> bool:
-        if index == 0:
+        if index == 0 or self.expandable_segments:
             return whole - size >= MIN_BLOCK
         return (self.max_split_size is None or size < self.max_split_size) and (
             whole - size > SMALL_MAX
@@ -192,7 +199,7 @@ class TorchPolicy(Policy):
         pool = store.default.pools[1]
         idle = {
             segment: pool.lookups - self._ages.get(segment, pool.lookups)
-            for segment in store.idle_segments(store.default, 1)
+            for segment in pool.all_idle()
         }
         reclaimed = 0
         while reclaimed < target and idle:
@@ -252,13 +259,21 @@ def _setting(name: str, value: str) -> dict[str, object]:
         raise InvalidArgument('that backend is a source here: Arena(source="async")')
     if name == "garbage_collection_threshold":
         return {name: float(value)}
+    if name == "expandable_segments":
+        return {name: _truth(value)}
     if name == "roundup_power2_divisions":
         return {name: _intervals(value[1:-1]) if value.startswith("[") else int(value)}
     raise InvalidArgument(
         f"unknown allocator setting {name}:{value}; known are max_split_size_mb, "
-        "max_non_split_rounding_mb, garbage_collection_threshold, roundup_power2_divisions and "
-        "backend:native"
+        "max_non_split_rounding_mb, garbage_collection_threshold, roundup_power2_divisions, "
+        "expandable_segments and backend:native"
     )
+
+
+def _truth(value: str) -> bool:
+    if value not in ("True", "False"):
+        raise ValueError("it is True or False")
+    return value == "True"
 
 
 def _intervals(text: str) -> tuple[int, ...]:

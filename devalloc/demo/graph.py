@@ -49,6 +49,8 @@ class Graph:
         int32, shape (edges,): edge i goes from ``sources[i]`` to ``targets[i]``.
     duplicates : int
         How many edges of the source were dropped because they had occurred before.
+    header : str
+        The first line of a file, if it was read as a header and not as an edge; else empty.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Graph:
     sources: np.ndarray
     targets: np.ndarray
     duplicates: int
+    header: str = ""
 
     @property
     def edges(self) -> int:
@@ -67,7 +70,8 @@ def read_graph(path: str | Path) -> Graph:
 
     Ids are integers from 0 to 2**63 - 1 and need not be contiguous; further numeric columns (a
     weight, a time) are ignored. Empty lines and lines that begin with ``#`` or ``%`` are skipped.
-    A first line "nodes edges" is taken for a header if as many edges follow as it announces.
+    A first line "vertices edges" is a header if both counts are those of the lines that follow;
+    otherwise it is an edge.
 
     Parameters
     ----------
@@ -86,13 +90,25 @@ def read_graph(path: str | Path) -> Graph:
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise GraphError(f"cannot read the graph {path}: {reason}") from error
-    if len(ids) > 1 and ids[0, 1] == len(ids) - 1:
-        ids = ids[1:]
+    header = ""
+    if is_header(ids):
+        header, ids = f"{ids[0, 0]} {ids[0, 1]}", ids[1:]
     if len(ids) == 0:
         raise GraphError(f"{path.name} holds no edges; expected lines of two vertex ids")
     labels, numbers = np.unique(ids, return_inverse=True)
     numbers = numbers.reshape(ids.shape)
-    return make_graph(path.name, len(labels), numbers[:, 0], numbers[:, 1])
+    return make_graph(path.name, len(labels), numbers[:, 0], numbers[:, 1], header)
+
+
+def is_header(ids: np.ndarray) -> bool:
+    """Whether the first line counts the vertices and the edges of all others.
+
+    Vertices without an edge are in no line, so a header may count up to the largest id, from 0.
+    """
+    if len(ids) < 2 or ids[0, 1] != len(ids) - 1:
+        return False
+    rest = ids[1:]
+    return int(ids[0, 0]) in (len(np.unique(rest)), int(rest.max()) + 1)
 
 
 def open_text(path: Path) -> IO[str]:
@@ -134,7 +150,9 @@ def shortened(line: str, limit: int = 40) -> str:
     return repr(text if len(text) <= limit else text[:limit] + "...")
 
 
-def make_graph(name: str, vertices: int, sources: np.ndarray, targets: np.ndarray) -> Graph:
+def make_graph(
+    name: str, vertices: int, sources: np.ndarray, targets: np.ndarray, header: str = ""
+) -> Graph:
     """A `Graph` of edges between vertices 0..vertices-1, without repeated edges."""
     if vertices > MAX_VERTICES:
         raise GraphError(f"{name} has {vertices:,} vertices; at most {MAX_VERTICES:,} are possible")
@@ -146,6 +164,7 @@ def make_graph(name: str, vertices: int, sources: np.ndarray, targets: np.ndarra
         sources=sources[first].astype(np.int32),
         targets=targets[first].astype(np.int32),
         duplicates=len(keys) - len(first),
+        header=header,
     )
 
 

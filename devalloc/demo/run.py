@@ -23,7 +23,7 @@ from devalloc.demo.graph import Graph
 from devalloc.demo.lists import ENTRY_BYTES, AdjacencyLists
 from devalloc.demo.reference import expected_lists, first_difference
 from devalloc.errors import CorruptionError, OutOfMemory
-from devalloc.heap_state import Snapshot
+from devalloc.heap_state import FREE, Snapshot
 from devalloc.report.memory_map import save_memory_map
 from devalloc.sizes import format_size
 
@@ -40,14 +40,24 @@ class Step:
     seconds: float
     entries: int  # in all lists, afterwards
     lists: int  # that are not empty
-    used: int
-    peak: int
+    used: int  # by blocks, whose sizes are rounded up
+    peak: int  # of pages, so far
     snapshot: Snapshot
 
     @property
     def exact(self) -> int:
         """Bytes for the entries in a build that first counts them and then allocates."""
         return self.entries * ENTRY_BYTES
+
+    @property
+    def pages(self) -> int:
+        """That are not free."""
+        return int(np.count_nonzero(self.snapshot.page_kind != FREE))
+
+    @property
+    def in_pages(self) -> int:
+        """Bytes of those pages."""
+        return self.pages * self.snapshot.page_bytes
 
 
 def default_heap_bytes(edges: int) -> int:
@@ -129,7 +139,7 @@ class Job:
         stats = self.heap.stats()
         if stats.used or stats.largest_free != stats.capacity:
             raise CorruptionError(
-                f"H3: everything was freed, but {format_size(stats.used)} are in use and the "
+                f"everything was freed, but {format_size(stats.used)} are in use and the "
                 f"largest free block has {format_size(stats.largest_free)}"
             )
         return self.step("free", len(self.kept), seconds)
@@ -218,6 +228,12 @@ def run_demo(
         highlight=False,
         soft_wrap=True,
     )
+    if graph.header:
+        console.print(
+            f'first line "{graph.header}": a header, not an edge (vertices and edges agree)',
+            highlight=False,
+            soft_wrap=True,
+        )
     capacity = default_heap_bytes(graph.edges) if heap_bytes is None else heap_bytes
     with (
         Heap(capacity, device=device) as heap,
@@ -228,15 +244,10 @@ def run_demo(
         steps = job.run()
         capacity = heap.capacity
     console.print(table_of(steps, capacity))
-    console.print(
-        f"exact: {ENTRY_BYTES} bytes per edge left, all that a build which counts first needs",
-        "lists: equal to the CPU's, edge for edge, after every step",
-        "audit: H1 to H4 hold; everything is free again, in one piece",
-        sep="\n",
-        highlight=False,
-    )
-    save_memory_map(output, *panels(steps), heading=f"{graph.name}: lists grown in the kernel")
-    console.print(f"map: {output}", highlight=False, soft_wrap=True)
+    console.print(*explanation(steps), sep="\n", highlight=False, soft_wrap=True)
+    heading = f"{graph.edges:,} edges in {steps[0].lists:,} lists that grow in the kernel"
+    save_memory_map(output, *panels(steps), heading, notes(steps), caption(steps))
+    console.print(f"picture: {output}", highlight=False, soft_wrap=True)
     return steps
 
 
@@ -269,7 +280,15 @@ def table_of(steps: Sequence[Step], capacity: int) -> Table:
         collapse_padding=True,
     )
     table.add_column("step", no_wrap=True)
-    for heading in ("edges", "edges/s", "lists", "used", "exact", "ratio", "peak"):
+    for heading in (
+        "edges",
+        "edges/s",
+        "lists",
+        "needed",
+        "in blocks",
+        "in pages",
+        "most pages\nso far",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for step in steps:
         table.add_row(
@@ -277,15 +296,56 @@ def table_of(steps: Sequence[Step], capacity: int) -> Table:
             f"{step.edges:,}",
             f"{step.edges / max(step.seconds, 1e-9):,.0f}",
             f"{step.lists:,}",
-            format_size(step.used),
             format_size(step.exact),
-            f"{step.used / step.exact:.2f}" if step.exact else "-",
+            format_size(step.used),
+            format_size(step.in_pages),
             format_size(step.peak),
         )
     return table
 
 
+def explanation(steps: Sequence[Step]) -> list[str]:
+    """What the columns of the table mean, and what was checked."""
+    page = format_size(steps[0].snapshot.page_bytes)
+    lines = [
+        f"needed: {ENTRY_BYTES} bytes for each edge that is left",
+        "in blocks: the lists' blocks; a list has room for a power of two of edges",
+        f"in pages: what the heap holds for them, in pages of {page}, each for one size of block",
+    ]
+    build, delete = steps[0], steps[1]
+    if delete.in_pages > build.in_pages:
+        lines.append(MORE_PAGES)
+    return [
+        *lines,
+        "checked: after every step all lists equal the CPU's, edge for edge",
+        "checked: the heap's audit found no error, and everything is free again, in one piece",
+    ]
+
+
+MORE_PAGES = (
+    "more pages after deleting: a list that shrinks moves to a smaller block before its old one is "
+    "freed, and a page stays as long as any block in it lives"
+)
+
+
 def panels(steps: Sequence[Step]) -> tuple[list[Snapshot], list[str]]:
     """The snapshots to draw and their titles."""
-    titles = {"build": "after the build", "delete": "half deleted", "free": "all freed"}
+    titles = {
+        "build": "1. all edges inserted",
+        "delete": "2. half of them deleted",
+        "free": "3. everything freed",
+    }
     return [step.snapshot for step in steps], [titles[step.name] for step in steps]
+
+
+def notes(steps: Sequence[Step]) -> list[str]:
+    """A line under each title: bytes of lists, and of the pages that hold them."""
+    return [
+        f"{format_size(step.used)} in blocks, {format_size(step.in_pages)} in pages"
+        for step in steps
+    ]
+
+
+def caption(steps: Sequence[Step]) -> str:
+    """What somebody who sees only the picture would wonder about."""
+    return MORE_PAGES if steps[1].in_pages > steps[0].in_pages else ""

@@ -12,8 +12,8 @@
  *
  * One copy of this module serves one set of callables, from its `connect` to the end of the process.
  *
- * The front (docs/host-cache.md, invariants F1 to F6) allocates and frees for PyTorch without Python.
- * There is one `struct front` per device, with its own mutex. Under the mutex nothing waits,
+ * The front (docs/design/host.md, invariants F1 to F7) allocates and frees for PyTorch without
+ * Python. There is one `struct front` per device, with its own mutex. Under the mutex nothing waits,
  * allocates Python objects, or takes the GIL.
  */
 

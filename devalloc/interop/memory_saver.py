@@ -1,7 +1,7 @@
 """The names of torch_memory_saver: change ``from torch_memory_saver`` to this module's name.
 
 A region is one of an arena of the current CUDA device, in which PyTorch's allocations go to that
-arena (`Arena.use`). docs/regions.md says what differs.
+arena (`Arena.use`). docs/guide/pausing.md says what differs.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _cache_of(device: int) -> Cache:
 def _allocate(nbytes: int, device: int, stream: int) -> int:
     """For PyTorch: an address, or 0. Never raises."""
     try:
-        return _cache_of(device).serve(nbytes, stream)
+        return _cache_of(device).loan.serve(nbytes, stream)
     except BaseException as error:
         _warn(error)
         return 0
@@ -75,7 +75,7 @@ def _free(address: int, nbytes: int, device: int, stream: int) -> None:
     """For PyTorch: give memory back. Never raises."""
     try:
         if address != 0:
-            _cache_of(device).take_back(address)
+            _cache_of(device).loan.take_back(address)
     except BaseException as error:
         _warn(error)
 
@@ -84,7 +84,7 @@ def _record_stream(address: int, stream: int) -> None:
     """For ``Tensor.record_stream``. Never raises."""
     try:
         caches = _INSTALLED.caches.values()
-        if address == 0 or any(cache.share_by_front(address, stream) for cache in caches):
+        if address == 0 or any(cache.loan.share(address, stream) for cache in caches):
             return
         for cache in caches:
             if cache.owns(address):
@@ -163,6 +163,6 @@ def serve(cache: Cache, owner: object, front: bool = True) -> None:
     policy = cache.policy
     if front and policy.front_rule is not None:
         functions()  # or the front has nothing to be a part of
-        cache.attach_front(bridge.Front("install", index, policy.unit, policy.zero_is_null))
+        cache.loan.attach(bridge.Front("install", index, policy.unit, policy.zero_is_null))
     _INSTALLED.owners.append(owner)
     _INSTALLED.caches[index] = cache

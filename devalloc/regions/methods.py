@@ -22,7 +22,7 @@ Callback = Callable[[str], object]
 
 
 class RegionMethods:
-    """The part of `devalloc.Arena` that lets memory sleep: see docs/regions.md."""
+    """The part of `devalloc.Arena` that lets memory sleep: see docs/guide/pausing.md."""
 
     _cache: Cache
     _regions: Regions

@@ -1,9 +1,9 @@
 """The state machine of regions: memory that is given back while its addresses stay.
 
-docs/regions.md has the rules: the states, the order of the steps, and what could go wrong. A region
-is a private pool of the cache, and one more for each of its graphs' pools, so its segments hold
-nothing else. `Regions.pause` and `resume` do all or nothing: up to the last step everything can be
-undone, and the last step cannot fail.
+docs/design/host.md has the rules: the states, the order of the steps, and what could go wrong. A
+region is a private pool of the cache, and one more for each of its graphs' pools, so its segments
+hold nothing else. `Regions.pause` and `resume` do all or nothing: up to the last step everything
+can be undone, and the last step cannot fail.
 
 Concurrency: one lock for calls that change states or backups. The cache's lock is taken only while
 its state is read or changed; meanwhile allocations in the region are refused, so nothing moves.
@@ -151,6 +151,7 @@ class Regions:
             found = self._by_tag.get(tag)
             if found is None:
                 pool = self._cache.private_pool()
+                pool.pools.widens = True
                 kept = Backup(self._cache.source.device, self.settings)
                 found = self._by_tag[tag] = _Region(tag, backup, on_resume, pool, kept)
         if found.options != (backup, on_resume):
@@ -166,8 +167,9 @@ class Regions:
         region = self.here()
         if region is not None:
             # (Pools whose graphs and memory are gone take no part any more.)
-            region.graphs = [at for at in region.graphs if at.uses or at.segments]
+            region.graphs = [at for at in region.graphs if at.uses or at.nbytes]
             region.graphs.append(pool.pools)
+            pool.pools.widens = True
             pool.pools.refusal = region.refusal
         return pool
 
@@ -328,10 +330,14 @@ class Regions:
     def _wait(self, streams: Sequence[int] | None, contents: Contents) -> None:
         """Wait for all work that may use the regions."""
         known = {stream for _, parts in contents for part in parts for stream in part.streams}
-        blocks = {block.address for _, parts in contents for part in parts for block in part.blocks}
-        # PyTorch's memory too: it does not tell which streams use what.
-        unknown = any(each.segments for region, _ in contents for each in region.outside)
-        if streams is None and (unknown or not blocks.isdisjoint(tuple(self.heaps))):
+        # PyTorch's memory is like that of heaps: it does not tell which streams use what.
+        unknown = any(each.segments for region, _ in contents for each in region.outside) or any(
+            part.address <= heap < part.address + part.nbytes
+            for heap in tuple(self.heaps)
+            for _, parts in contents
+            for part in parts
+        )
+        if streams is None and unknown:
             self._cache.streams.synchronize()
             return
         events = [self._cache.streams.record(each) for each in sorted(known | {*(streams or ())})]
@@ -446,8 +452,9 @@ class Regions:
             )
 
     def _restore(self, region: _Region, parts: list[Content], copies: Copies) -> None:
-        rules = {block: region.rule_of(block) for part in parts for block in part.blocks}
-        region.backup.load([at.address for at, rule in rules.items() if rule == "backup"], copies)
-        for block, rule in rules.items():
-            if rule == "zero":
+        blocks = [block for part in parts for block in part.blocks]
+        saved = [block.address for block in blocks if region.rule_of(block) == "backup"]
+        region.backup.load(saved, copies)
+        for block in blocks:
+            if region.rule_of(block) == "zero":
                 copies.zero(block.address, block.nbytes)

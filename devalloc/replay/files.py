@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from devalloc.errors import InvalidArgument
-from devalloc.foreign import refusing
+from devalloc.foreign import refusing, whole_number
 from devalloc.replay.pytorch import load_plain_pickle, snapshot_trace
 from devalloc.replay.trace import Event, Recorded, Trace, TraceBuilder
 
@@ -116,7 +116,7 @@ def _log_calls(rows: csv.DictReader[str], builder: TraceBuilder) -> list[tuple[s
         if cut:
             raise InvalidArgument(f"line {rows.line_num}: the row ends before its {cut[0]}")
         try:
-            address, size = _pointer(row["Pointer"]), int(row["Size"])
+            address, size = _pointer(row["Pointer"]), whole_number(row["Size"], "Size")
         except ValueError as error:
             raise InvalidArgument(f"line {rows.line_num}: {error}") from error
         by = (row.get("Thread"), address)
@@ -135,7 +135,7 @@ def _log_calls(rows: csv.DictReader[str], builder: TraceBuilder) -> list[tuple[s
 
 
 def _pointer(text: str) -> int:
-    return 0 if text.strip() == "(nil)" else int(text, 16)
+    return 0 if text.strip() == "(nil)" else whole_number(text, "Pointer", 16)
 
 
 # The compact format ---------------------------------------------------------------------------
@@ -208,17 +208,24 @@ def _read_rows(lines: Iterator[str]) -> tuple[list[Event], list[tuple[int, int]]
     streams: list[int | None] = []  # of each block; None once it is freed
     for number, line in enumerate(lines, 4):
         try:
-            action, block, size, stream = line.rstrip("\n").split(",")
+            cells = line.rstrip("\n").split(",")
+            if len(cells) != 4:
+                raise ValueError(f"{len(cells)} columns, not 4 ({COLUMNS})")
+            action, block, size, stream = cells
             if action == "s":
-                changes.append((len(events), int(size)))
+                changes.append((len(events), whole_number(size, "size")))
             elif action == "a":
-                event = Event(int(block), int(size), int(stream))
+                event = Event(
+                    whole_number(block, "block"),
+                    whole_number(size, "size"),
+                    whole_number(stream, "stream"),
+                )
                 if event.block != len(streams) or event.size < 1 or event.stream < 0:
                     raise ValueError("not the next block, or not a size and a stream")
                 streams.append(event.stream)
                 events.append(event)
             elif action == "f":
-                events.append(_free_event(int(block), streams))
+                events.append(_free_event(whole_number(block, "block"), streams))
             else:
                 raise ValueError(f"unknown action {action!r}")
         except ValueError as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from devalloc.cache import POLICIES as CACHE_POLICIES
-from devalloc.cache import Cache, Policy
+from devalloc.cache import Cache, Policy, make_policy
 from devalloc.errors import InvalidArgument
 from devalloc.replay.engine import Allocator, Replay, Uncached, recorded_replay, replay
 from devalloc.replay.trace import Trace
@@ -30,8 +30,13 @@ class Cached:
 ALLOCATORS: dict[str, Callable[[Source], Allocator]] = {
     "none": Uncached,
     **{name: partial(Cached, policy=name) for name in CACHE_POLICIES},
+    **{
+        f"{name}-expandable": partial(Cached, policy=make_policy(name, expandable_segments=True))
+        for name in ("torch", "frugal")
+    },
 }
-"""Makers of allocators: "none" caches nothing, the others are the policies of the cache."""
+"""Makers of allocators: "none" caches nothing, the others are the policies of the cache, two of
+them also with expandable segments."""
 
 
 def chosen_policies(names: Iterable[str]) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from devalloc.errors import OutOfMemory
 from devalloc.replay.engine import Replay
 from devalloc.replay.trace import Trace
 from devalloc.sizes import format_size
@@ -31,7 +32,7 @@ def describe_trace(trace: Trace) -> list[str]:
 def replay_table(replays: Sequence[Replay]) -> Table:
     """One row for each replay; it fits a terminal of 80 columns.
 
-    Fragmentation is the share of reserved memory that was not requested, averaged over events.
+    Unused is the share of reserved bytes that the program did not request, averaged over events.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("policy", no_wrap=True)
@@ -40,7 +41,7 @@ def replay_table(replays: Sequence[Replay]) -> Table:
         "peak\nallocated",
         "source\nallocs",
         "source\nfrees",
-        "fragm.",
+        "unused\nshare",
         "failed",
         "us per\nevent",
     ):
@@ -58,6 +59,28 @@ def replay_table(replays: Sequence[Replay]) -> Table:
             "-" if seconds is None else f"{seconds * 1e6:.2f}",
         )
     return table
+
+
+def require_room(trace: Trace, replays: Sequence[Replay], capacity: int | None) -> str:
+    """A line about allocations that failed for want of room, or nothing.
+
+    Raises
+    ------
+    OutOfMemory
+        If some policy could not serve a single allocation: its row says nothing then.
+    """
+    failed = [each for each in replays if each.failures]
+    if capacity is None or not failed:
+        return ""
+    most = format_size(max(trace.requested(), default=0))
+    room = f"a device of {format_size(capacity)}"
+    nothing = [each.name for each in failed if each.failures == trace.allocations]
+    if nothing:
+        raise OutOfMemory(
+            f"{room} served no allocation under {', '.join(nothing)}; the program requests up to "
+            f"{most} at a time, and policies reserve segments of some MiB: raise --capacity"
+        )
+    return f"failed: allocations that found no room on {room}, and were left out from there on"
 
 
 def save_plot(path: Path, replays: Sequence[Replay], title: str) -> None:
@@ -83,11 +106,11 @@ def save_plot(path: Path, replays: Sequence[Replay], title: str) -> None:
     above.yaxis.set_major_formatter(lambda value, _: format_size(int(value)))
     above.set_ylim(bottom=0)
     above.legend()
-    below.set_ylabel("fragmentation: reserved, not requested")
+    below.set_ylabel("unused share of what is reserved")
     below.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     below.set_ylim(0, 1)
     below.set_xlabel("event")
-    figure.savefig(path, format="png", dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 def _thinned(values: Sequence[float]) -> Iterator[tuple[int, float]]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
 
-from devalloc.errors import InvalidArgument, InvalidFree
+from devalloc.errors import DevallocError, InvalidArgument, InvalidFree
 from devalloc.owner import Owner
 from devalloc.sizes import format_size, quote, require_power_of_two
 
@@ -63,6 +62,9 @@ class Source(Protocol):
     -----
     A stream is given by its handle (``torch.cuda.Stream.cuda_stream``). Without one, memory can be
     used on every stream at once, and `free` waits until no work of the device can use it any more.
+
+    A source may have a method ``has(address)``: whether the memory that it gave there is still out.
+    A cache asks after an interruption (Ctrl-C) of `free`; without it, `free` has not happened then.
     """
 
     @property
@@ -103,6 +105,33 @@ class Source(Protocol):
 
         The tensor keeps the segment alive.
         """
+        ...
+
+
+class Mappable(Source, Protocol):
+    """A source with the capability ``mappable``: addresses first, memory later.
+
+    Offsets and sizes are multiples of the granularity. `Source.free` gives a reservation back with
+    all that is mapped there.
+    """
+
+    def reserve(self, nbytes: int) -> int:
+        """Addresses without memory; raises OutOfMemory."""
+        ...
+
+    def map(self, address: int, offset: int, nbytes: int, largest: int) -> None:
+        """Put memory behind a part of a reservation, in pieces of up to ``largest`` bytes.
+
+        Raises OutOfMemory; nothing has changed then. Waits for nothing.
+        """
+        ...
+
+    def unmap(self, address: int, offset: int, nbytes: int) -> None:
+        """Take the memory of a part away, by whole pieces. Waits for nothing."""
+        ...
+
+    def parts(self, address: int, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of the pieces that lie inside a part, ascending."""
         ...
 
 
@@ -155,32 +184,66 @@ class Ledger(Owner):
     def enter(self, address: int, nbytes: int) -> None:
         self._sizes[address] = nbytes
 
-    @contextmanager
-    def leaving(self, address: int, nbytes: int) -> Iterator[None]:
+    def has(self, address: int) -> bool:
+        """Whether the memory at an address is out."""
+        return address in self._sizes
+
+    def leaving(self, address: int, nbytes: int) -> Leaving:
         """Within it the memory is given back; its entry is removed before.
 
         Before, because afterwards the source may hand out the address again. If giving it back
-        fails, the entry is restored.
+        fails, the entry is restored; but not after an interruption if the list that it gives is not
+        empty by then. So let the C code that gives the memory back fill that list.
         """
         require_free(self._name, address, nbytes)
-        # One atomic step and no lock: a free may come while locks of other libraries are held.
-        known = self._sizes.pop(address, None)
-        if known is None:
-            raise InvalidFree(
-                f"{self._name}: free of {address:#x} ({format_size(nbytes)}), which is not out; "
-                "it was freed before or is not from this source"
-            )
-        if known != nbytes:
-            self._sizes[address] = known
-            raise InvalidFree(
-                f"{self._name}: free of {address:#x} with {nbytes} B, but {known} B were "
-                "allocated there; free exactly what allocate gave"
-            )
+        return Leaving(self._name, self._sizes, address, nbytes)
+
+
+class Leaving:
+    """See `Ledger.leaving`. (A generator would be ended late by an interruption around it.)"""
+
+    __slots__ = ("_address", "_done", "_known", "_name", "_nbytes", "_sizes")
+
+    def __init__(self, name: str, sizes: dict[int, int], address: int, nbytes: int) -> None:
+        self._name = name
+        self._sizes = sizes
+        self._address = address
+        self._nbytes = nbytes
+        self._known: list[int | None] = []
+        self._done: list[Any] = []
+
+    def __enter__(self) -> list[Any]:
+        known = self._known
         try:
-            yield
+            # One atomic step and no lock: a free may come while locks of other libraries are held.
+            known.extend(map(self._sizes.pop, (self._address,), (None,)))
+            if known[0] is None:
+                raise InvalidFree(
+                    f"{self._name}: free of {self._address:#x} ({format_size(self._nbytes)}), "
+                    "which is not out; it was freed before or is not from this source"
+                )
+            if known[0] != self._nbytes:
+                raise InvalidFree(
+                    f"{self._name}: free of {self._address:#x} with {self._nbytes} B, but "
+                    f"{known[0]} B were allocated there; free exactly what allocate gave"
+                )
         except BaseException:
-            self._sizes[address] = nbytes
+            self._restore()
             raise
+        return self._done
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and (not self._done or isinstance(error, DevallocError)):
+            self._restore()
+
+    def _restore(self) -> None:
+        if self._known and self._known[0] is not None:
+            self._sizes[self._address] = self._known[0]
 
 
 class Segment(Owner):

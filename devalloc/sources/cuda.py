@@ -38,9 +38,12 @@ class CudaSource:
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
         """cudaFree; waits for the work that uses the memory, on whatever stream."""
-        with self._out.leaving(address, nbytes):
-            (status,) = cudart.runtime().cudaFree(address)
-            cudart.check_freed(status, f"cudaFree of {format_size(nbytes)}")
+        with self._out.leaving(address, nbytes) as done:
+            done.extend(map(cudart.runtime().cudaFree, (address,)))
+            cudart.check_freed(done[0][0], f"cudaFree of {format_size(nbytes)}")
+
+    def has(self, address: int) -> bool:
+        return self._out.has(address)
 
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
         return cudart.device_view(segment, offset, nbytes, self.device)

@@ -49,8 +49,12 @@ class HostSource:
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
         """Unmap what :meth:`allocate` mapped. No device can use it, so there is no waiting."""
-        with self._out.leaving(address, nbytes):
-            self._maps.pop(address).close()
+        with self._out.leaving(address, nbytes) as done:
+            done.extend(map(self._maps.pop, (address,)))  # without references it is unmapped
+            done[0].close()
+
+    def has(self, address: int) -> bool:
+        return self._out.has(address)
 
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
         return host_view(segment, offset, nbytes)
@@ -96,15 +100,18 @@ class PinnedSource:
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
         """cudaFreeHost, after waiting for ``stream``, or without one for the device ``user``."""
-        with self._out.leaving(address, nbytes), cudart.current(self.user) as runtime:
+        with self._out.leaving(address, nbytes) as done, cudart.current(self.user) as runtime:
             # CUDA does not promise that cudaFreeHost waits for copies that are under way.
             if stream is None:
                 (status,) = runtime.cudaDeviceSynchronize()
             else:
                 (status,) = runtime.cudaStreamSynchronize(stream)
             cudart.check_freed(status, f"waiting for the users of {format_size(nbytes)}")
-            (status,) = runtime.cudaFreeHost(address)
-            cudart.check_freed(status, f"cudaFreeHost of {format_size(nbytes)}")
+            done.extend(map(runtime.cudaFreeHost, (address,)))
+            cudart.check_freed(done[0][0], f"cudaFreeHost of {format_size(nbytes)}")
+
+    def has(self, address: int) -> bool:
+        return self._out.has(address)
 
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
         return host_view(segment, offset, nbytes)

@@ -32,7 +32,7 @@ class SimulatedSource:
     """
 
     device = torch.device("cpu")
-    capabilities = Capabilities()
+    capabilities = Capabilities(mappable=True)
 
     def __init__(self, capacity: int | str | None = None, granularity: int = 512) -> None:
         self.capacity = None if capacity is None else parse_size(capacity)
@@ -46,6 +46,8 @@ class SimulatedSource:
         self.frees = 0
         self.failures = 0
         self._out = Ledger("simulated memory")
+        # Of reservations: what is mapped there, bytes by offset.
+        self._parts: dict[int, dict[int, int]] = {}
         self._next = 1 << 40
         self._lock = threading.RLock()
 
@@ -63,27 +65,70 @@ class SimulatedSource:
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
         """An address; raises OutOfMemory if the capacity would be exceeded."""
         self._out.check(nbytes)
-        taken = self._rounded(nbytes)
         with self._lock:
-            if self.capacity is not None and self.used + taken > self.capacity:
-                self.failures += 1
-                raise OutOfMemory(
-                    f"simulated memory: {format_size(nbytes)} asked for, "
-                    f"{format_size(self.capacity - self.used)} of "
-                    f"{format_size(self.capacity)} are free; raise the capacity"
-                )
-            address = self._next
-            self._next += taken + self.granularity
-            self.used += taken
-            self.peak = max(self.peak, self.used)
-            self.allocations += 1
+            self._take(self._rounded(nbytes))
+            address = self._take_addresses(nbytes)
         self._out.enter(address, nbytes)
         return address
 
+    def _take_addresses(self, nbytes: int) -> int:
+        address = self._next
+        self._next += self._rounded(nbytes) + self.granularity
+        return address
+
+    def _take(self, nbytes: int) -> None:
+        if self.capacity is not None and self.used + nbytes > self.capacity:
+            self.failures += 1
+            raise OutOfMemory(
+                f"simulated memory: {format_size(nbytes)} asked for, "
+                f"{format_size(self.capacity - self.used)} of "
+                f"{format_size(self.capacity)} are free; raise the capacity"
+            )
+        self.used += nbytes
+        self.peak = max(self.peak, self.used)
+        self.allocations += 1
+
+    def _give(self, nbytes: int) -> None:
+        self.used -= nbytes
+        self.frees += 1
+
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
         with self._out.leaving(address, nbytes), self._lock:
-            self.used -= self._rounded(nbytes)
-            self.frees += 1
+            parts = self._parts.pop(address, None)
+            if parts is None:
+                self._give(self._rounded(nbytes))
+            elif parts:
+                self._give(sum(parts.values()))
+
+    # As a source that maps memory: see `devalloc.sources.base.Mappable` ---------------------------
+
+    def reserve(self, nbytes: int) -> int:
+        self._out.check(nbytes)
+        with self._lock:
+            address = self._take_addresses(nbytes)
+            self._parts[address] = {}
+        self._out.enter(address, nbytes)
+        return address
+
+    def map(self, address: int, offset: int, nbytes: int, largest: int) -> None:
+        with self._lock:
+            self._take(nbytes)
+            for start in range(offset, offset + nbytes, largest):
+                self._parts[address][start] = min(largest, offset + nbytes - start)
+
+    def unmap(self, address: int, offset: int, nbytes: int) -> None:
+        with self._lock:
+            for start, _ in self.parts(address, offset, nbytes):
+                del self._parts[address][start]
+            self._give(nbytes)
+
+    def parts(self, address: int, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        with self._lock:
+            return sorted(
+                (start, size)
+                for start, size in self._parts[address].items()
+                if offset <= start and start + size <= offset + nbytes
+            )
 
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
         """Raises InvalidArgument: there is nothing to look at."""

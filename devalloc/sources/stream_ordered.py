@@ -97,13 +97,16 @@ class AsyncSource:
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
         """Return memory to the pool, in the order of ``stream`` or after waiting for the device."""
-        with self._out.leaving(address, nbytes), cudart.current(self.device) as runtime:
+        with self._out.leaving(address, nbytes) as done, cudart.current(self.device) as runtime:
             if stream is None:
                 (status,) = runtime.cudaDeviceSynchronize()
                 cudart.check_freed(status, f"waiting for {self.device}")
             order = self._stream if stream is None else stream
-            (status,) = runtime.cudaFreeAsync(address, order)
-            cudart.check_freed(status, f"cudaFreeAsync of {format_size(nbytes)}")
+            done.extend(map(runtime.cudaFreeAsync, (address,), (order,)))
+            cudart.check_freed(done[0][0], f"cudaFreeAsync of {format_size(nbytes)}")
+
+    def has(self, address: int) -> bool:
+        return self._out.has(address)
 
     def trim(self, keep: int | str = 0) -> None:
         """Give unused memory of the pool back to the device, down to ``keep`` bytes.

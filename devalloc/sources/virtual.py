@@ -268,6 +268,19 @@ class VirtualSource:
         with found.lock:
             self._unmap(found, offset, self._part(found, offset, nbytes), keep)
 
+    def parts(self, address: int, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of the handles that lie inside a part of a reservation, ascending.
+
+        What `unmap` can take away there. The part need not begin or end at the granularity.
+        """
+        found = self._find(address)
+        with found.lock:
+            return [
+                (place, handle.nbytes)
+                for place, handle in found.between(offset, offset + nbytes)
+                if offset <= place and place + handle.nbytes <= offset + nbytes
+            ]
+
     def detach(self, address: int) -> None:
         """Unmap all that is mapped in a reservation, and hold the handles with their contents.
 

@@ -1,8 +1,8 @@
 """The allocators that policies follow, written once more from their descriptions.
 
 Nothing of `devalloc.cache` is used. Blocks are kept in plain sorted lists, and each class reads as
-the rules do (docs/host.md): how sizes are rounded, what is searched in which order, what is split,
-when memory goes back. A simulator answers a request with an address, or None if it has failed.
+the rules do: how sizes are rounded, what is searched in which order, what is split, when memory
+goes back. A simulator answers a request with an address, or None if it has failed.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import torch
 
 from devalloc import OutOfMemory
 from devalloc.cache import Cache, Policy
+from devalloc.sources.base import Capabilities
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -24,6 +25,7 @@ class NumberSource:
 
     device = torch.device("cpu")
     granularity = 256
+    capabilities = Capabilities(mappable=True)
 
     def __init__(self, capacity: int | None = None, failing: float = 0.0, seed: int = 0) -> None:
         self.capacity = capacity
@@ -31,13 +33,15 @@ class NumberSource:
         self.failures = 0
         self.random = random.Random(seed)
         self.live: dict[int, int] = {}
+        # What is mapped in reservations, bytes by offset.
+        self.parts_of: dict[int, dict[int, int]] = {}
         self.asked: list[int] = []
         self.freed: list[int] = []
         self.next = 1 << 40
 
     @property
     def used(self) -> int:
-        return sum(self.live.values())
+        return sum(self.live.values()) + sum(sum(at.values()) for at in self.parts_of.values())
 
     def allocate(self, nbytes: int) -> int:
         self.asked.append(nbytes)
@@ -52,9 +56,45 @@ class NumberSource:
         return address
 
     def free(self, address: int, nbytes: int) -> None:
+        if address in self.parts_of:
+            assert not self.parts_of[address], "nothing is mapped where addresses are given up"
+            del self.parts_of[address]
+            return
         assert self.live.get(address) == nbytes, "free gets what allocate gave"
         self.freed.append(nbytes)
         del self.live[address]  # last: an interrupted free has not happened
+
+    def reserve(self, nbytes: int) -> int:
+        address = self.next
+        self.next += nbytes + self.granularity
+        self.parts_of[address] = {}
+        return address
+
+    def map(self, address: int, offset: int, nbytes: int, largest: int) -> None:
+        self.asked.append(nbytes)
+        if self.random.random() < self.failing:
+            self.failures += 1
+            raise OutOfMemory("injected")
+        if self.capacity is not None and self.used + nbytes > self.capacity:
+            raise OutOfMemory(f"the source has {self.capacity} bytes")
+        ends = range(offset, offset + nbytes, largest)
+        added = {start: min(largest, offset + nbytes - start) for start in ends}
+        present = self.parts_of[address]
+        assert not any(at < offset + nbytes and offset < at + n for at, n in present.items())
+        added.update(present)
+        self.parts_of[address] = added  # last: an interrupted call has not happened
+
+    def unmap(self, address: int, offset: int, nbytes: int) -> None:
+        present = self.parts_of[address]
+        inside = {at for at, _ in self.parts(address, offset, nbytes)}
+        assert sum(present[at] for at in inside) == nbytes, "whole pieces are unmapped"
+        left = {at: size for at, size in present.items() if at not in inside}
+        self.freed.append(nbytes)
+        self.parts_of[address] = left  # last, as in map
+
+    def parts(self, address: int, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        present = sorted(self.parts_of[address].items())
+        return [(at, n) for at, n in present if offset <= at and at + n <= offset + nbytes]
 
     def view(self, segment: object, offset: int, nbytes: int) -> torch.Tensor:
         raise AssertionError("the cache never looks at memory")

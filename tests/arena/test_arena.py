@@ -34,6 +34,7 @@ def live(arena: Arena) -> int:
     return arena.stats()["allocation.all.current"]
 
 
+@pytest.mark.proves("tiny/cpu-pinned")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8, torch.bool])
 @pytest.mark.parametrize("shape", [7, (3, 5), (2, 3, 4), ()])
 def test_tensors(arena: Arena, dtype: torch.dtype, shape: int | tuple[int, ...]) -> None:
@@ -73,6 +74,7 @@ def test_every_policy_by_name(policy: str) -> None:
         assert arena.stats()["reserved_bytes.all.current"] == 0
 
 
+@pytest.mark.proves("library/tensor-whose")
 def test_views_keep_the_memory(arena: Arena) -> None:
     tensor = arena.empty((4, 4))
     view = tensor.view(-1)[3:5]
@@ -82,6 +84,7 @@ def test_views_keep_the_memory(arena: Arena) -> None:
     assert live(arena) == 0
 
 
+@pytest.mark.proves("library/tensor-whose")
 def test_autograd_keeps_the_memory(arena: Arena) -> None:
     inner = arena.empty(1000).fill_(3.0)
     weight = torch.ones(1000, requires_grad=True)
@@ -129,6 +132,7 @@ class CountingHost(HostSource):
         super().free(address, nbytes)
 
 
+@pytest.mark.proves("torch/cached-memory", "rmm/pool-never")
 def test_closing_gives_back_what_nobody_uses() -> None:
     source = CountingHost()
     with Arena(source=source) as arena:
@@ -157,6 +161,7 @@ def test_blocks(arena: Arena) -> None:
         arena.free(empty)
 
 
+@pytest.mark.proves("library/block-freed")
 def test_a_stale_block_frees_nobody_elses_memory(arena: Arena) -> None:
     stale = arena.alloc("3MiB")
     arena.free(stale)
@@ -172,6 +177,7 @@ def test_a_stale_block_frees_nobody_elses_memory(arena: Arena) -> None:
     assert live(arena) == 0
 
 
+@pytest.mark.proves("library/block-freed")
 def test_of_threads_that_free_one_block_one_succeeds(arena: Arena) -> None:
     """Others allocate meanwhile, so that a second free would find a live block at the address."""
     for _ in range(100):
@@ -240,6 +246,7 @@ def test_a_block_that_is_free_though_its_free_failed() -> None:
     assert source.out == 0
 
 
+@pytest.mark.proves("library/heap-arena")
 @pytest.mark.skipif(ON_GPU, reason="compiled kernels cannot use host memory")
 def test_a_heap_in_an_arena(arena: Arena) -> None:
     with arena.heap("1MiB") as heap:
@@ -262,6 +269,7 @@ def test_a_heap_that_does_not_fit(arena: Arena) -> None:
     assert live(arena) == 0
 
 
+@pytest.mark.proves("torch/out-memory")
 def test_running_out_is_torchs_error_too(arena: Arena) -> None:
     arena.set_limit(30 * MIB)
     for call in (lambda: arena.empty(40 * MIB), lambda: arena.alloc(40 * MIB)):
@@ -285,6 +293,7 @@ def test_an_error_of_the_source_keeps_nothing_of_its_callers() -> None:
     assert arena.cache.reserved == 0
 
 
+@pytest.mark.proves("torch/limit-also", "saver/limit-margin")
 def test_limits() -> None:
     arena = Arena(source="host", limit="30MiB")
     tensor = arena.empty(20 * MIB, torch.int8)
@@ -301,6 +310,7 @@ def test_limits() -> None:
     assert share > 100 * MIB
 
 
+@pytest.mark.proves("auto_growth/stream-safe", "library/our-record_stream")
 def test_record_stream_finds_the_tensors_block() -> None:
     arena = Arena(source="host")
     tensor = arena.empty(1000)
@@ -464,6 +474,7 @@ BAD: list[tuple[str, Callable[[Arena], object]]] = [
 ]
 
 
+@pytest.mark.proves("library/bad-input")
 @pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in BAD])
 def test_bad_input_changes_nothing(arena: Arena, call: Callable[[Arena], object]) -> None:
     tensor = arena.empty(1000)
@@ -476,6 +487,7 @@ def test_bad_input_changes_nothing(arena: Arena, call: Callable[[Arena], object]
     del tensor
 
 
+@pytest.mark.proves("torch/huge-sizes")
 @pytest.mark.parametrize(
     "nbytes", [2**60, 2**62, 2**63, 2**70, 10**5000], ids=lambda n: n.bit_length()
 )
@@ -546,6 +558,7 @@ def test_on_the_gpu_streams_and_tensors_of_another_device_are_refused() -> None:
     there.record_stream(there.empty(5), torch.cuda.Stream())
 
 
+@pytest.mark.proves("library/bad-input")
 @pytest.mark.parametrize(
     "options",
     [
@@ -586,6 +599,7 @@ def test_no_cuda_device_says_what_to_do() -> None:
         Arena(source="cuda")
 
 
+@pytest.mark.proves("library/bad-input")
 @pytest.mark.parametrize(
     "call",
     [

@@ -33,7 +33,9 @@ from devalloc import (
     OutOfMemory,
 )
 from devalloc.arena import Block
-from devalloc.cache import AutoGrowthPolicy, BfcPolicy, Cache, Policy
+from devalloc.cache import AutoGrowthPolicy, BfcPolicy, Cache, FrugalPolicy, Policy
+from devalloc.sources import HostSource
+from devalloc.sources.adaptors import AlignedAdaptor
 from tests.arena.support import KIB, MIB, FakeStreams, NumberSource
 
 
@@ -79,10 +81,10 @@ class World:
     """A cache with some of everything: blocks of two streams, free ones, pending ones, a pool."""
 
     def __init__(self, policy: str | Policy, share: bool = False) -> None:
-        self.source = NumberSource(capacity=200 * MIB)
+        self.source = NumberSource(capacity=240 * MIB)
         self.streams = FakeStreams()
         self.cache = Cache(
-            self.source, policy, limit=160 * MIB, streams=self.streams, share_streams=share
+            self.source, policy, limit=200 * MIB, streams=self.streams, share_streams=share
         )
         cache = self.cache
         self.blocks = [cache.malloc(300 * KIB, stream) for stream in (0, 0, 0, 0, 1, 1)]
@@ -98,6 +100,8 @@ class World:
         cache.free(self.blocks[0])
         cache.free(self.blocks[2])
         self.pool = cache.private_pool()
+        with cache.route(self.pool):
+            cache.free(cache.malloc(8 * MIB))
 
     def live(self) -> set[int]:
         segments = self.cache.snapshot()["segments"]
@@ -122,9 +126,12 @@ class World:
         assert stats["allocation.all.allocated"] == stats["allocation.all.freed"]
         if self.pool.uses:
             self.pool.release()
+        cache.process_events()
+        assert not cache._store.privates, "a pool that nobody has stays"
         cache.close()
         cache.audit()
         assert not self.source.live
+        assert not self.source.parts_of
 
 
 def _grow_or_fail(world: World) -> int:
@@ -162,16 +169,19 @@ OTHERS: dict[str, Callable[[World], object]] = {
     "forget_stream": lambda world: world.cache.forget_stream(1),
     "capture": _capture,
     "stats": lambda world: world.cache.stats(),
-    "limit": lambda world: world.cache.set_limit(100 * MIB),
+    "limit": lambda world: world.cache.set_limit(90 * MIB),  # which releases
     "record_stream": lambda world: world.cache.record_stream(world.large, 5),
     "private pool": lambda world: world.cache.private_pool(),
+    "release": lambda world: world.pool.release(),
 }
 SOME_POLICIES = (
     ("torch", False),
     ("frugal", True),
     (BfcPolicy(timestamps=True), False),
     (AutoGrowthPolicy(free_idle_chunks="at_once"), False),
+    (FrugalPolicy(expandable_segments=True), True),
 )
+SOME_IDS = ("torch", "frugal", "stamps", "at_once", "expandable")
 
 
 def places(make: Callable[[], World], act: Callable[[World], object]) -> Iterator[World]:
@@ -188,10 +198,9 @@ def places(make: Callable[[], World], act: Callable[[World], object]) -> Iterato
     assert place > 3, "there are places"
 
 
+@pytest.mark.proves("library/interrupted-calls")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("policy", "share"), SOME_POLICIES, ids=["torch", "frugal", "stamps", "at_once"]
-)
+@pytest.mark.parametrize(("policy", "share"), SOME_POLICIES, ids=SOME_IDS)
 @pytest.mark.parametrize("act", ALLOCATIONS.values(), ids=ALLOCATIONS)
 def test_an_interrupted_malloc_allocates_nothing(
     policy: str | Policy, share: bool, act: Callable[[World], object]
@@ -202,10 +211,9 @@ def test_an_interrupted_malloc_allocates_nothing(
         world.end()
 
 
+@pytest.mark.proves("library/interrupted-calls")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("policy", "share"), SOME_POLICIES, ids=["torch", "frugal", "stamps", "at_once"]
-)
+@pytest.mark.parametrize(("policy", "share"), SOME_POLICIES, ids=SOME_IDS)
 @pytest.mark.parametrize("chosen", FREES.values(), ids=FREES)
 def test_an_interrupted_free_has_happened_or_not(
     policy: str | Policy, share: bool, chosen: Callable[[World], int]
@@ -228,6 +236,42 @@ def test_an_interrupted_free_has_happened_or_not(
     assert outcomes == {False, True}
 
 
+@pytest.mark.proves("library/interrupted-calls")
+@pytest.mark.parametrize("aligned", [False, True], ids=["plain", "aligned"])
+def test_an_interrupted_release_has_happened_or_not(aligned: bool) -> None:
+    """The source of host memory is interrupted too, and tells whether it has the memory back."""
+    place = 1
+    happened: bool | None = True
+    outcomes = set()
+    while happened is not None:
+        host = HostSource()
+        cache = Cache(AlignedAdaptor(host, 64 * KIB) if aligned else host)
+        cache.free(cache.malloc(30 * MIB))
+        happened = interrupt(cache.empty_cache, place)
+        outcomes.add(cache.reserved)
+        assert sorted(host._out._sizes) == sorted(host._maps)
+        cache.empty_cache()
+        cache.audit()
+        assert cache.reserved == 0
+        assert not host._maps
+        cache.close()
+        place += 1
+    assert outcomes == {0, 30 * MIB}
+
+
+@pytest.mark.proves("library/interrupted-calls", "library/closed-caches")
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_closed_cache_should_give_back_goes_back() -> None:
+    def make() -> World:
+        world = World("torch")
+        world.cache.close()
+        return world
+
+    for world in places(make, lambda world: world.cache.free(world.large)):
+        assert (world.large in world.source.live) == (world.large in world.live())
+
+
+@pytest.mark.proves("library/interrupted-calls")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("act", OTHERS.values(), ids=OTHERS)
 def test_interrupted_calls_leave_a_sound_cache(act: Callable[[World], object]) -> None:
@@ -275,6 +319,7 @@ def alarms(handler: Callable[[int, object], None]) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.proves("library/interrupted-calls")
 def test_signals_at_any_time() -> None:
     """Real ones, at random times, in a program that allocates and frees without end."""
 
@@ -285,7 +330,6 @@ def test_signals_at_any_time() -> None:
 
     def ring(number: int, frame: object) -> None:
         if armed[0]:
-            armed[0] = False
             raise Alarm
 
     source = NumberSource()
@@ -297,7 +341,8 @@ def test_signals_at_any_time() -> None:
         for _ in range(300):
             armed[0] = True
             try:
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.00005, 0.0006))
+                # (Again after a while: what a callback of the garbage collector raises is lost.)
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.00005, 0.0006), 0.5)
                 while True:
                     if len(live) > 30:
                         cache.free(live.pop())
@@ -332,6 +377,7 @@ def test_signals_at_any_time() -> None:
 # Stale blocks -------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("library/block-freed")
 def test_a_block_whose_free_was_interrupted_frees_nobody_elses_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -358,6 +404,58 @@ def test_a_block_whose_free_was_interrupted_frees_nobody_elses_memory(
     assert arena.cache.owns(others[0])
 
 
+class Refusing(NumberSource):
+    """Takes nothing back while ``refuses``, and says so after a moment."""
+
+    refuses = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_back = threading.Event()
+
+    def free(self, address: int, nbytes: int) -> None:
+        if self.refuses:
+            self.asked_back.set()
+            time.sleep(0.001)  # in which another thread comes to wait for the lock
+            raise RuntimeError("not today")
+        super().free(address, nbytes)
+
+
+@pytest.mark.proves("library/block-freed")
+def test_who_frees_again_after_a_failure_races_the_next_owner() -> None:
+    """The block is free, but its segment could not be released, and another thread takes it."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(200):
+            source = Refusing()
+            arena = Arena(source=source, policy=AutoGrowthPolicy(free_idle_chunks="at_once"))
+            block = arena.alloc(5 * MIB)
+            others: list[int] = []
+
+            def take(
+                arena: Arena = arena, source: Refusing = source, to: list[int] = others
+            ) -> None:
+                source.asked_back.wait(10)
+                to.append(arena.cache.malloc(5 * MIB))
+
+            thread = threading.Thread(target=take)
+            thread.start()
+            with pytest.raises(RuntimeError, match="not today"):
+                arena.free(block)
+            thread.join(10)
+            assert others == [block.address]
+            source.refuses = False
+            with pytest.raises(DoubleFree, match="was freed before"):
+                arena.free(block)
+            assert arena.cache.owns(others[0])
+            arena.cache.free(others[0])
+            arena.cache.audit()
+            assert not source.live
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_only_the_owner_frees_a_claimed_block() -> None:
     arena = Arena(source="host")
     block = arena.alloc(5000)
@@ -373,6 +471,7 @@ def test_only_the_owner_frees_a_claimed_block() -> None:
 # What is closed, dropped or called back -----------------------------------------------------------
 
 
+@pytest.mark.proves("library/closed-caches")
 @pytest.mark.parametrize("nbytes", [0, 100, MIB])
 def test_a_closed_cache_refuses(nbytes: int) -> None:
     source = NumberSource()
@@ -385,6 +484,7 @@ def test_a_closed_cache_refuses(nbytes: int) -> None:
     assert not source.live
 
 
+@pytest.mark.proves("library/closed-caches")
 def test_a_dropped_block_warns_and_returns() -> None:
     arena = Arena(source="host")
     kept = [arena.alloc(5000)]
@@ -399,6 +499,7 @@ def test_a_dropped_block_warns_and_returns() -> None:
         gc.collect()
 
 
+@pytest.mark.proves("library/closed-caches")
 def test_a_dropped_pool_warns_and_returns() -> None:
     source = NumberSource()
     cache = Cache(source)

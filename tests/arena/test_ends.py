@@ -129,6 +129,7 @@ class Life:
             self.cache.audit()
 
 
+@pytest.mark.proves("torch/cached-memory")
 @pytest.mark.parametrize("failing", [False, True], ids=["sound", "failing"])
 def test_in_the_end_all_memory_is_back(failing: bool) -> None:
     for seed in range(200):

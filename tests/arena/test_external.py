@@ -13,6 +13,7 @@ from devalloc.sources import SimulatedSource
 from tests.arena.support import MIB, FakeEvent, FakeStreams, NumberSource, cache
 
 
+@pytest.mark.proves("library/limit-holds")
 def test_both_count_against_the_limit() -> None:
     engine, source = cache("auto_growth", limit=6 * MIB)
     outside = engine.external
@@ -102,6 +103,7 @@ def test_nothing_waits_for_the_engine() -> None:
     assert served
 
 
+@pytest.mark.proves("library/limit-holds")
 def test_threads_never_exceed_the_limit() -> None:
     """The source takes its time after the limit was looked at: so do cudaMalloc's callers."""
 

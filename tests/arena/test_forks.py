@@ -54,6 +54,7 @@ def use(cache: Cache) -> None:
     assert cache.stats()["allocation.all.current"] == before
 
 
+@pytest.mark.proves("tiny/mutex")
 def test_children_of_a_busy_process_can_allocate() -> None:
     arenas = [Arena(source="host", policy=policy) for policy in ("torch", "bfc")]
     over = threading.Event()

@@ -24,6 +24,7 @@ def in_mib(sizes: list[int]) -> list[int]:
 # Segments ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("frugal/rounding-pools")
 @pytest.mark.parametrize(
     ("nbytes", "size", "segment"),
     [
@@ -44,6 +45,7 @@ def test_rounding_and_segments(nbytes: int, size: int, segment: int) -> None:
     assert source.asked == [segment]
 
 
+@pytest.mark.proves("frugal/rounding-pools")
 @pytest.mark.parametrize(
     ("medium", "nbytes", "segment"),
     [
@@ -59,6 +61,7 @@ def test_the_medium_segment_is_an_option(medium: int, nbytes: int, segment: int)
     assert source.asked == [segment]
 
 
+@pytest.mark.proves("frugal/best-fit")
 def test_every_remainder_is_split_off() -> None:
     engine, source = cache("frugal")
     base = engine.malloc(20 * MIB - 512 * KIB)
@@ -73,6 +76,7 @@ def test_every_remainder_is_split_off() -> None:
 # Giving back -------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("frugal/above-record")
 @pytest.mark.parametrize(
     ("asked", "given_back"),
     [
@@ -99,6 +103,7 @@ def test_a_miss_above_the_record_gives_back_what_it_must(asked: int, given_back:
     engine.audit()
 
 
+@pytest.mark.proves("frugal/below-nothing")
 def test_a_steady_state_keeps_its_segments() -> None:
     engine, source = cache("frugal")
     for _ in range(3):
@@ -107,6 +112,7 @@ def test_a_steady_state_keeps_its_segments() -> None:
     assert source.freed == []
 
 
+@pytest.mark.proves("frugal/below-nothing")
 def test_blocks_in_use_are_no_reason_to_give_back() -> None:
     engine, source = cache("frugal")
     kept = engine.malloc(10 * MIB)
@@ -120,6 +126,7 @@ def test_blocks_in_use_are_no_reason_to_give_back() -> None:
     assert in_mib(source.freed) == [12, 10]
 
 
+@pytest.mark.proves("frugal/above-record")
 def test_small_segments_and_those_of_other_streams_are_given_back_too() -> None:
     engine, source = cache("frugal")
     small, large = engine.malloc(512), engine.malloc(20 * MIB, stream=1)
@@ -132,6 +139,7 @@ def test_small_segments_and_those_of_other_streams_are_given_back_too() -> None:
     assert engine.stats()["reserved_bytes.all.peak"] == 24 * MIB
 
 
+@pytest.mark.proves("frugal/first-record")
 def test_up_to_the_allowance_nothing_is_given_back() -> None:
     engine, source = cache(FrugalPolicy(allowance=60 * MIB))
     cached(engine, 10)
@@ -142,6 +150,7 @@ def test_up_to_the_allowance_nothing_is_given_back() -> None:
     assert in_mib(source.freed) == [30, 10], "32 over the allowance"
 
 
+@pytest.mark.proves("frugal/regrets-segments")
 @pytest.mark.parametrize(
     ("options", "share", "peak", "per_turn"),
     [
@@ -168,6 +177,7 @@ def test_demand_that_wanders_between_streams(
 # Regrets -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("frugal/regrets-segments")
 @pytest.mark.parametrize("patience", [1, 2, 5])
 def test_after_so_many_regrets_the_record_rises(patience: int) -> None:
     """Two streams take turns: each move but the first misses what the last one gave back."""
@@ -182,6 +192,7 @@ def test_after_so_many_regrets_the_record_rises(patience: int) -> None:
     engine.audit()
 
 
+@pytest.mark.proves("frugal/regrets-segments")
 @pytest.mark.parametrize(
     ("nbytes", "stream", "regretted"),
     [
@@ -223,6 +234,7 @@ def test_the_limit_holds_whatever_was_regretted() -> None:
     assert engine.stats()["num_alloc_retries"] == 0
 
 
+@pytest.mark.proves("frugal/regrets-segments")
 @pytest.mark.parametrize("seed", range(20))
 def test_programs_that_repeat_settle(seed: int) -> None:
     """Whatever a turn is: on two streams, blocks of all sizes that live for a part of it."""
@@ -253,6 +265,7 @@ def test_programs_that_repeat_settle(seed: int) -> None:
     engine.audit()
 
 
+@pytest.mark.proves("frugal/below-nothing")
 def test_demands_that_alternate_settle() -> None:
     """10, 12 and 14 MiB, then 16 and 20: of each the other serves a part, and the rest is grown."""
     engine, source = cache("frugal")
@@ -264,6 +277,7 @@ def test_demands_that_alternate_settle() -> None:
     assert engine.stats()["reserved_bytes.all.peak"] == 50 * MIB
 
 
+@pytest.mark.proves("frugal/first-record")
 def test_the_limit_bounds_the_record() -> None:
     engine, source = cache(FrugalPolicy(allowance=1000 * MIB), limit=60 * MIB)
     cached(engine, 10, 20, 30)
@@ -298,6 +312,7 @@ def test_a_request_that_failed_sets_no_record() -> None:
 # What it must not do -----------------------------------------------------------------------------
 
 
+@pytest.mark.proves("frugal/nothing-given")
 def test_nothing_is_given_back_during_a_capture() -> None:
     engine, source = cache("frugal", streams=FakeStreams())
     cached(engine, 10)
@@ -316,6 +331,7 @@ def test_nothing_is_given_back_during_a_capture() -> None:
     engine.audit()
 
 
+@pytest.mark.proves("frugal/nothing-given")
 def test_what_an_event_guards_is_not_given_back() -> None:
     streams = FakeStreams()
     engine, source = cache("frugal", streams=streams)
@@ -333,6 +349,7 @@ def test_what_an_event_guards_is_not_given_back() -> None:
 # Running out -------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("frugal/source-fails")
 def test_a_failing_source_is_asked_again_after_releasing_all() -> None:
     engine, source = cache(FrugalPolicy(allowance=1000 * MIB), capacity=40 * MIB)
     cached(engine, 10, 20)
@@ -342,6 +359,7 @@ def test_a_failing_source_is_asked_again_after_releasing_all() -> None:
     assert engine.stats()["num_alloc_retries"] == 1
 
 
+@pytest.mark.proves("frugal/source-fails")
 def test_running_out_waits_for_events_and_takes_what_they_free() -> None:
     streams = FakeStreams()
     engine, source = cache("frugal", capacity=30 * MIB, streams=streams)

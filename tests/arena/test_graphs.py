@@ -66,6 +66,7 @@ def launcher(
     return launch, held, step, wrong
 
 
+@pytest.mark.proves("library/heap-captured")
 def test_a_heap_of_an_arena_in_a_graph_that_is_replayed(device: str) -> None:
     """In the interpreter, which has no graphs, the same launches one by one."""
     with Arena(source="cuda" if ON_GPU else "host") as arena:
@@ -106,6 +107,7 @@ def test_a_heap_of_an_arena_in_a_graph_that_is_replayed(device: str) -> None:
         assert arena.stats()["allocation.all.current"] == 0
 
 
+@pytest.mark.proves("torch/capture-query", "auto_growth/graphs-four", "library/allocation-free")
 @pytest.mark.gpu
 def test_on_the_gpu_inside_and_outside_in_all_combinations() -> None:
     with Arena() as arena:

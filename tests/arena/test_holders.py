@@ -7,6 +7,7 @@ from devalloc.cache import POLICIES
 from tests.arena.support import MIB, cache
 
 
+@pytest.mark.proves("torch/order-events")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_holders_of_memory_are_asked(policy: str) -> None:
     engine, source = cache(policy, limit=20 * MIB)

@@ -23,6 +23,7 @@ def arena() -> Arena:
     return Arena(source="host")
 
 
+@pytest.mark.proves("library/pytorch-users")
 @pytest.mark.parametrize(
     "size",
     [(2, 3), ((2, 3),), ([2, 3],), (torch.Size([2, 3]),), (numpy.int64(2), 3), (5,), ((),), (0, 3)],
@@ -37,6 +38,7 @@ def test_shapes(arena: Arena, size: tuple[object, ...]) -> None:
     assert arena.empty(7, torch.int16).shape == (7,)
 
 
+@pytest.mark.proves("auto_growth/new-memory", "library/pytorch-users")
 def test_values(arena: Arena) -> None:
     for _ in range(2):  # the second time the block was used before
         assert arena.zeros(2, 3).tolist() == [[0.0] * 3] * 2
@@ -50,6 +52,7 @@ def test_values(arena: Arena) -> None:
         arena.zeros(3, stream=7)
 
 
+@pytest.mark.proves("library/pytorch-users")
 @pytest.mark.parametrize(
     "other",
     [
@@ -112,6 +115,7 @@ def test_bad_calls(arena: Arena, call: object) -> None:
     assert arena.memory_allocated() == 0
 
 
+@pytest.mark.proves("library/pytorch-users")
 def test_memory_in_numbers(arena: Arena) -> None:
     kept = arena.empty(5 * MIB, dtype=torch.int8)
     for _ in range(2):
@@ -129,6 +133,7 @@ def test_memory_in_numbers(arena: Arena) -> None:
     del kept
 
 
+@pytest.mark.proves("library/pytorch-users")
 def test_sizes_as_text_and_of_numpy() -> None:
     assert TorchPolicy(max_split_size="64MiB") == TorchPolicy(max_split_size=64 * MIB)
     assert AutoGrowthPolicy(alignment="1KiB", chunk_size="16MiB") == AutoGrowthPolicy(
@@ -156,6 +161,7 @@ def test_bad_text(text: str) -> None:
         Arena(source="host", limit=text)
 
 
+@pytest.mark.proves("torch/settings-string")
 def test_settings_of_pytorch_are_a_policy() -> None:
     text = "max_split_size_mb:64,garbage_collection_threshold:0.8"
     expected = TorchPolicy(max_split_size=64 * MIB, garbage_collection_threshold=0.8)

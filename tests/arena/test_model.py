@@ -18,6 +18,7 @@ from devalloc.cache import (
     Policy,
     TinyPolicy,
     TorchPolicy,
+    make_policy,
 )
 from tests.arena.support import MIB, FakeStreams, NumberSource
 
@@ -140,7 +141,8 @@ class Machine(RuleBasedStateMachine):
         self.cache.empty_cache()
         self.cache.audit()
         assert self.cache.reserved == 0
-        assert not self.source.live
+        assert self.source.used == 0
+        assert not self.source.parts_of
 
 
 POLICIES: dict[str, Policy] = {
@@ -157,11 +159,20 @@ POLICIES: dict[str, Policy] = {
     "auto_growth": AutoGrowthPolicy(),
     "auto_growth-chunk": AutoGrowthPolicy(chunk_size=16 * MIB, free_idle_chunks="on_miss"),
     "auto_growth-at-once": AutoGrowthPolicy(free_idle_chunks="at_once"),
+    **{
+        f"{name}-expandable": make_policy(name, expandable_segments=True)
+        for name in ("tiny", "torch", "bfc", "auto_growth", "frugal")
+    },
+    "timestamps-expandable": BfcPolicy(timestamps=True, expandable_segments=True),
+    "at-once-expandable": AutoGrowthPolicy(free_idle_chunks="at_once", expandable_segments=True),
     "frugal": FrugalPolicy(),
     "frugal-options": FrugalPolicy(allowance=64 * MIB, medium_segment=24 * MIB),
 }
 
 
+@pytest.mark.proves(
+    "torch/reuse-owner", "torch/expandable-segments", "rmm/reuse-across", "bfc/search-request"
+)
 @pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_random_calls(name: str, share: bool) -> None:
@@ -171,6 +182,7 @@ def test_random_calls(name: str, share: bool) -> None:
     case("runTest").runTest()
 
 
+@pytest.mark.proves("tiny/unknown-address")
 def test_a_double_free_changes_nothing() -> None:
     source = NumberSource()
     cache = Cache(source, "torch")

@@ -31,6 +31,7 @@ TWO_POOLS = pytest.mark.parametrize("policy", ["tiny", "torch"])
 # What TinyTorch and PyTorch share ----------------------------------------------------------------
 
 
+@pytest.mark.proves("tiny/rounding-512", "torch/rounding-pools")
 @TWO_POOLS
 @pytest.mark.parametrize(
     ("nbytes", "size", "segment"),
@@ -52,6 +53,7 @@ def test_rounding_and_segments(policy: str, nbytes: int, size: int, segment: int
     assert source.asked == [segment]
 
 
+@pytest.mark.proves("tiny/pools-best", "torch/rounding-pools")
 @TWO_POOLS
 def test_small_and_large_do_not_share_segments(policy: str) -> None:
     engine, source = cache(policy)
@@ -62,6 +64,7 @@ def test_small_and_large_do_not_share_segments(policy: str) -> None:
     assert stats["segment.small_pool.current"] == stats["segment.large_pool.current"] == 1
 
 
+@pytest.mark.proves("tiny/split-512")
 @TWO_POOLS
 @pytest.mark.parametrize(
     ("first", "then", "size"),
@@ -81,6 +84,7 @@ def test_a_large_block_is_split_over_a_mebibyte(
     assert len(source.asked) == 1
 
 
+@pytest.mark.proves("tiny/split-512")
 @TWO_POOLS
 def test_a_small_block_is_split_from_512_bytes_on(policy: str) -> None:
     engine, source = cache(policy)
@@ -91,6 +95,7 @@ def test_a_small_block_is_split_from_512_bytes_on(policy: str) -> None:
     assert len(source.asked) == 1
 
 
+@pytest.mark.proves("tiny/pools-best", "tiny/tests-same", "bfc/search-request", "frugal/best-fit")
 @pytest.mark.parametrize("policy", ["tiny", "torch", "auto_growth", "frugal"])
 def test_best_fit_then_lowest_address(policy: str) -> None:
     engine, _ = cache(policy)
@@ -103,6 +108,7 @@ def test_best_fit_then_lowest_address(policy: str) -> None:
     assert engine.malloc(45 * MIB) in (blocks[3], blocks[3] + 5 * MIB)
 
 
+@pytest.mark.proves("tiny/merge-free")
 @pytest.mark.parametrize("policy", ["tiny", "torch", "bfc", "auto_growth", "frugal"])
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0)])
 def test_neighbours_merge_within_a_segment(policy: str, order: tuple[int, ...]) -> None:
@@ -117,6 +123,7 @@ def test_neighbours_merge_within_a_segment(policy: str, order: tuple[int, ...]) 
     assert [block["state"] for block in segment["blocks"]] == ["inactive"]
 
 
+@pytest.mark.proves("auto_growth/zero-size", "bfc/zero-size")
 @pytest.mark.parametrize("policy", ["torch", "bfc", "auto_growth", "frugal"])
 def test_zero_bytes_give_null(policy: str) -> None:
     engine, source = cache(policy)
@@ -125,12 +132,14 @@ def test_zero_bytes_give_null(policy: str) -> None:
     assert source.asked == []
 
 
+@pytest.mark.proves("tiny/rounding-512")
 def test_tiny_gives_zero_bytes_a_block() -> None:
     engine, _ = cache("tiny")
     first, second = engine.malloc(0), engine.malloc(0)
     assert second == first + 512
 
 
+@pytest.mark.proves("tiny/source-fails")
 @TWO_POOLS
 def test_a_failing_source_is_asked_again_after_releasing(policy: str) -> None:
     engine, source = cache(policy, capacity=42 * MIB)
@@ -142,6 +151,7 @@ def test_a_failing_source_is_asked_again_after_releasing(policy: str) -> None:
     assert engine.stats()["num_alloc_retries"] == 1
 
 
+@pytest.mark.proves("tiny/source-fails")
 def test_tiny_releases_only_what_is_not_split() -> None:
     engine, source = cache("tiny", capacity=42 * MIB)
     kept = engine.malloc(2 * MIB)  # in 20 MiB, of which 18 are free
@@ -154,6 +164,7 @@ def test_tiny_releases_only_what_is_not_split() -> None:
 # PyTorch -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("torch/power-divisions")
 def test_divisions() -> None:
     assert next_division(1200, 4) == 1280
     assert [next_division(n, 4) for n in (1024, 1025, 1281, 1537, 1793)] == [
@@ -167,6 +178,7 @@ def test_divisions() -> None:
     assert TorchPolicy(roundup_power2_divisions=1).round(5 * MIB + 1) == 5 * MIB + 512
 
 
+@pytest.mark.proves("torch/power-divisions")
 def test_divisions_by_interval() -> None:
     policy = TorchPolicy.from_settings("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]")
     assert policy.round(300 * MIB + 1) == 300 * MIB + 512
@@ -179,6 +191,7 @@ def test_divisions_by_interval() -> None:
     assert first.round(9 * MIB) == 9 * MIB
 
 
+@pytest.mark.proves("torch/settings-string")
 def test_settings_string() -> None:
     policy = TorchPolicy.from_settings(
         "max_split_size_mb:32, garbage_collection_threshold:0.75,backend:native"
@@ -187,6 +200,7 @@ def test_settings_string() -> None:
     assert TorchPolicy.from_settings("") == TorchPolicy()
 
 
+@pytest.mark.proves("torch/settings-string")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -201,6 +215,7 @@ def test_bad_settings(settings: str) -> None:
         TorchPolicy.from_settings(settings)
 
 
+@pytest.mark.proves("torch/reuse-owner")
 def test_streams_do_not_share() -> None:
     engine, source = cache("torch")
     block = engine.malloc(30 * MIB, stream=1)
@@ -210,6 +225,7 @@ def test_streams_do_not_share() -> None:
     assert len(source.asked) == 2
 
 
+@pytest.mark.proves("torch/oversize-rule")
 def test_max_split_size() -> None:
     engine, _ = cache(TorchPolicy(max_split_size=32 * MIB))
     big = engine.malloc(60 * MIB)
@@ -226,6 +242,7 @@ def test_max_split_size() -> None:
     assert stats["oversize_segments.current"] == 2
 
 
+@pytest.mark.proves("torch/oversize-rule")
 def test_max_non_split_rounding() -> None:
     policy = TorchPolicy(max_split_size=32 * MIB, max_non_split_rounding="30MiB")
     assert policy == TorchPolicy.from_settings("max_split_size_mb:32,max_non_split_rounding_mb:30")
@@ -236,6 +253,7 @@ def test_max_non_split_rounding() -> None:
     assert engine.malloc(32 * MIB + 512) == big
 
 
+@pytest.mark.proves("torch/oversize-rule")
 def test_oversize_blocks_are_released_before_all_others() -> None:
     engine, source = cache(TorchPolicy(max_split_size=32 * MIB), capacity=170 * MIB)
     for block in [engine.malloc(size * MIB) for size in (20, 40, 60, 50)]:
@@ -250,6 +268,7 @@ def test_oversize_blocks_are_released_before_all_others() -> None:
     assert engine.stats()["num_alloc_retries"] == 0
 
 
+@pytest.mark.proves("torch/garbage-collection")
 def test_garbage_collection_frees_the_old() -> None:
     policy = TorchPolicy(garbage_collection_threshold=0.5)
     engine, source = cache(policy, limit=240 * MIB)
@@ -280,6 +299,7 @@ def test_the_ages_of_segments_that_are_gone_are_forgotten() -> None:
         engine.free(block)
 
 
+@pytest.mark.proves("torch/order-events")
 def test_order_of_an_allocation() -> None:
     """Events, free block, callbacks, source, release of what is cached and source, error."""
     source, streams = NumberSource(capacity=100 * MIB), FakeStreams()
@@ -304,6 +324,7 @@ def test_order_of_an_allocation() -> None:
     assert engine.stats()["num_ooms"] == 1
 
 
+@pytest.mark.proves("torch/limit-also")
 def test_the_limit_is_checked_before_the_source() -> None:
     engine, source = cache("torch", limit=30 * MIB)
     engine.malloc(20 * MIB)
@@ -315,12 +336,14 @@ def test_the_limit_is_checked_before_the_source() -> None:
 # TensorFlow --------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("bfc/sizes-multiples")
 def test_bins() -> None:
     assert [bin_of(n) for n in (256, 511, 512, 1023, 1024)] == [0, 0, 1, 1, 2]
     assert bin_of(256 * MIB - 1) == 19
     assert bin_of(256 * MIB) == bin_of(100 * GIB) == 20
 
 
+@pytest.mark.proves("bfc/sizes-multiples")
 @pytest.mark.parametrize(("nbytes", "size"), [(1, 256), (256, 256), (257, 512)])
 def test_bfc_rounds_to_256(nbytes: int, size: int) -> None:
     engine, _ = cache("bfc")
@@ -328,6 +351,7 @@ def test_bfc_rounds_to_256(nbytes: int, size: int) -> None:
     assert engine.size_of(engine.malloc(nbytes)) == size
 
 
+@pytest.mark.proves("bfc/split-twice")
 def test_bfc_splits_from_twice_the_request_or_128_mib() -> None:
     policy = BfcPolicy()
     assert policy.splits(1, 2 * MIB, MIB)
@@ -339,6 +363,7 @@ def test_bfc_splits_from_twice_the_request_or_128_mib() -> None:
     assert engine.size_of(engine.malloc(54 * MIB)) == 54 * MIB, "10 MiB are a tenth of the limit"
 
 
+@pytest.mark.proves("rmm/pool-best", "auto_growth/naive-thread-local", "bfc/growth-doubling")
 def test_bfc_growth() -> None:
     engine, source = cache("bfc")
     for _ in range(3):
@@ -350,6 +375,7 @@ def test_bfc_growth() -> None:
     assert source.asked[3:] == [32 * MIB], "doubled for the request: not doubled again"
 
 
+@pytest.mark.proves("bfc/growth-doubling")
 def test_bfc_without_growth_takes_the_limit() -> None:
     engine, source = cache(BfcPolicy(growth=False), limit=100 * MIB)
     engine.malloc(512)
@@ -358,6 +384,7 @@ def test_bfc_without_growth_takes_the_limit() -> None:
         cache(BfcPolicy(growth=False))
 
 
+@pytest.mark.proves("bfc/nine-tenths")
 def test_bfc_backs_off_by_a_tenth() -> None:
     engine, source = cache(BfcPolicy(first_region=10 * MIB), capacity=8 * MIB)
     engine.malloc(MIB)
@@ -368,6 +395,7 @@ def test_bfc_backs_off_by_a_tenth() -> None:
     )
 
 
+@pytest.mark.proves("bfc/nine-tenths")
 def test_bfc_backing_off_ends() -> None:
     """Rounding nine tenths up brings 2304 back to 2304: it must shrink by 256 at least."""
     engine, source = cache(BfcPolicy(first_region=2304), capacity=0)
@@ -376,6 +404,7 @@ def test_bfc_backing_off_ends() -> None:
     assert source.asked == list(range(2304, 0, -256))
 
 
+@pytest.mark.proves("rmm/pool-never", "bfc/order-free")
 def test_bfc_stays_within_the_limit() -> None:
     engine, source = cache("bfc", limit=5 * MIB)
     blocks = [engine.malloc(2 * MIB), engine.malloc(2 * MIB)]
@@ -386,6 +415,7 @@ def test_bfc_stays_within_the_limit() -> None:
     assert sorted(source.freed) == [2 * MIB, 3 * MIB], "idle regions go before it fails"
 
 
+@pytest.mark.proves("bfc/order-free")
 def test_bfc_without_garbage_collection_fails() -> None:
     engine, source = cache(BfcPolicy(garbage_collection=False), limit=5 * MIB)
     engine.free(engine.malloc(2 * MIB))
@@ -394,6 +424,7 @@ def test_bfc_without_garbage_collection_fails() -> None:
     assert source.freed == []
 
 
+@pytest.mark.proves("bfc/time-stamps")
 def test_bfc_time_stamps() -> None:
     engine, _ = cache(BfcPolicy(timestamps=True))
     block = engine.malloc(2 * MIB, stream=1)
@@ -408,6 +439,7 @@ def test_bfc_time_stamps() -> None:
     assert engine.malloc(2 * MIB, stream=2, freed_before=2) == block
 
 
+@pytest.mark.proves("bfc/time-stamps")
 def test_bfc_merges_stamped_chunks_when_they_are_safe() -> None:
     engine, source = cache(BfcPolicy(timestamps=True), limit=2 * MIB)
     for block in [engine.malloc(MIB), engine.malloc(MIB)]:
@@ -419,6 +451,7 @@ def test_bfc_merges_stamped_chunks_when_they_are_safe() -> None:
     assert len(source.asked) == 1
 
 
+@pytest.mark.proves("bfc/time-stamps")
 def test_bfc_merges_unsafe_stamps_for_their_own_stream() -> None:
     engine, source = cache(BfcPolicy(timestamps=True), limit=2 * MIB)
     for block in [engine.malloc(MIB), engine.malloc(MIB)]:
@@ -448,6 +481,7 @@ def test_time_stamps_are_refused_elsewhere() -> None:
         engine.malloc(512, freed_before=1)
 
 
+@pytest.mark.proves("auto_growth/wait-free", "bfc/wait-free")
 @pytest.mark.parametrize(
     "policy", [BfcPolicy(retry_wait_s=20), AutoGrowthPolicy(retry_wait_s=20)], ids=["bfc", "auto"]
 )
@@ -461,6 +495,7 @@ def test_a_failing_request_waits_for_a_free(policy: BfcPolicy | AutoGrowthPolicy
     engine.audit()
 
 
+@pytest.mark.proves("auto_growth/wait-free")
 def test_waiting_ends() -> None:
     engine, _ = cache(AutoGrowthPolicy(retry_wait_s=0.1), limit=2 * MIB)
     engine.malloc(2 * MIB)
@@ -470,6 +505,7 @@ def test_waiting_ends() -> None:
     assert time.monotonic() - started >= 0.1
 
 
+@pytest.mark.proves("bfc/report")
 def test_report_names_bins_and_fragmentation() -> None:
     engine, _ = cache("bfc")
     blocks = [engine.malloc(512 * KIB) for _ in range(4)]
@@ -484,6 +520,7 @@ def test_report_names_bins_and_fragmentation() -> None:
 # Paddle ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("auto_growth/alignment-best", "auto_growth/chunk-max")
 def test_auto_growth_gives_the_tail() -> None:
     engine, source = cache(AutoGrowthPolicy(chunk_size=MIB + 1))
     address = engine.malloc(1000)
@@ -492,6 +529,7 @@ def test_auto_growth_gives_the_tail() -> None:
     assert engine.malloc(256) == address - 256, "any remainder is split off"
 
 
+@pytest.mark.proves("auto_growth/chunk-max")
 def test_auto_growth_asks_exactly_without_a_chunk_size() -> None:
     engine, source = cache("auto_growth")
     engine.malloc(1000)
@@ -499,12 +537,14 @@ def test_auto_growth_asks_exactly_without_a_chunk_size() -> None:
     assert source.asked == [1024, 5 * MIB + 256]
 
 
+@pytest.mark.proves("auto_growth/alignment-best")
 def test_auto_growth_alignment() -> None:
     engine, source = cache(AutoGrowthPolicy(alignment=1024))
     engine.malloc(1)
     assert source.asked == [1024]
 
 
+@pytest.mark.proves("auto_growth/idle-chunks")
 @pytest.mark.parametrize(
     ("when", "freed_after_free", "freed_after_miss"),
     [("at_once", 1, 1), ("on_miss", 0, 1), ("on_failure", 0, 0)],
@@ -519,6 +559,7 @@ def test_auto_growth_frees_idle_chunks(
     assert len(source.freed) == freed_after_miss
 
 
+@pytest.mark.proves("auto_growth/retry-once")
 def test_auto_growth_retries_after_freeing() -> None:
     engine, source = cache("auto_growth", capacity=3 * MIB)
     engine.free(engine.malloc(2 * MIB))

@@ -5,6 +5,7 @@ On the CPU's double, unless marked `gpu`.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
@@ -96,6 +97,7 @@ def test_windows_of_a_layout_cover_every_byte_once() -> None:
 # Host memory --------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("saver/backups-locked")
 @pytest.mark.usefixtures("small_pieces")
 def test_locked_memory_is_kept_and_of_exact_size(arena: Arena) -> None:
     with arena.region("a", backup="cpu"):
@@ -118,6 +120,31 @@ def test_locked_memory_is_kept_and_of_exact_size(arena: Arena) -> None:
     assert backup_bytes(arena) == (0, 0, 0)
 
 
+@pytest.mark.proves("saver/backups-locked")
+def test_what_was_not_asked_for_is_not_backed_up(arena: Arena) -> None:
+    """The last tensor of a segment gets what is too little to be cut off."""
+    with arena.region("a", backup="cpu"):
+        tensors = [count(arena, 3_435_520 - 100) for _ in range(6)]
+        assert arena.memory_allocated() == 20 * MIB
+        arena.pause()
+        assert backup_bytes(arena) == (6 * 3_435_520, 0, 0)
+        arena.resume()
+        assert all(counted(tensor) for tensor in tensors)
+        del tensors
+        # The holder of a block may use all that it has.
+        blocks = [arena.alloc(3_435_420) for _ in range(6)]
+        last = max(blocks, key=lambda block: block.nbytes)
+        assert last.nbytes > 3_435_520
+        ctypes.memset(last.address, 7, last.nbytes)
+        arena.pause()
+        assert backup_bytes(arena) == (20 * MIB, 0, 0)
+        arena.resume()
+        assert ctypes.string_at(last.address, last.nbytes) == b"\x07" * last.nbytes
+        for block in blocks:
+            arena.free(block)
+
+
+@pytest.mark.proves("saver/backups-locked")
 @pytest.mark.usefixtures("small_pieces")
 def test_prepared_memory_is_what_the_pause_uses(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
@@ -140,6 +167,7 @@ def test_prepared_memory_is_what_the_pause_uses(
     assert counted(tensor)
 
 
+@pytest.mark.proves("saver/backups-locked")
 @pytest.mark.usefixtures("small_pieces")
 def test_beyond_the_budget_memory_is_pageable(arena: Arena) -> None:
     arena.backup_budget = "2MiB"
@@ -253,6 +281,7 @@ def test_available_memory_counts_the_limit_of_a_container(
 # Disk ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("saver/backups-disk")
 @pytest.mark.usefixtures("small_pieces")
 def test_backups_on_disk(arena: Arena, folder: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"set arena\.backup_directory first"):
@@ -278,6 +307,7 @@ def test_backups_on_disk(arena: Arena, folder: Path) -> None:
     assert counted(whole)
 
 
+@pytest.mark.proves("saver/backups-disk")
 @pytest.mark.parametrize("step", ["allocate", "write", "sync"])
 def test_a_full_disk(
     arena: Arena, folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
@@ -383,6 +413,7 @@ def test_a_folder_for_backups(
     assert not disk.is_in_ram("/proc")
 
 
+@pytest.mark.proves("saver/backups-disk")
 def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     code = f"""
 import os, signal, warnings
@@ -474,6 +505,7 @@ def test_bad_rules(arena: Arena) -> None:
         other.free(foreign)
 
 
+@pytest.mark.proves("saver/reading-backup")
 def test_reading_a_backup_while_asleep(arena: Arena) -> None:
     with arena.region("a", backup="cpu"):
         tensor = count(arena, 3 * MIB).view(3, MIB)

@@ -35,6 +35,7 @@ def states(arena: Arena) -> dict[str, str]:
 # Entering -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("saver/memory-outside")
 def test_memory_outside_of_all_regions(arena: Arena) -> None:
     with arena.region("a"), arena.region("b"):
         with arena.no_region():
@@ -201,6 +202,7 @@ class _Small(HostPages):
         return 64 * MIB - stats.mapped - stats.idle
 
 
+@pytest.mark.proves("saver/limit-margin")
 def test_what_must_stay_free() -> None:
     source = _Small().source
     with Arena(source=source) as arena:
@@ -364,6 +366,7 @@ def test_a_heap_outside_stays_awake(heap_arena: Arena) -> None:
 # Graphs -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("saver/memory-cuda")
 def test_the_memory_of_graphs_sleeps_at_its_place(arena: Arena) -> None:
     """Blocks that were freed inside a capture are the graph's too: they are mapped again."""
     with arena.region("g", backup="cpu"):
@@ -463,6 +466,7 @@ def test_on_the_gpu_a_heap_sleeps_and_wakes() -> None:
         del tensor
 
 
+@pytest.mark.proves("saver/memory-cuda")
 @pytest.mark.gpu
 def test_on_the_gpu_a_graph_gives_the_same_bits_after_a_sleep() -> None:
     arena = Arena("cuda:0", source="virtual")

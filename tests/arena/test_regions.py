@@ -1,4 +1,4 @@
-"""Regions: memory that is taken away and given back at its place (docs/regions.md).
+"""Regions: memory that is taken away and given back at its place (docs/guide/pausing.md).
 
 On the CPU's double, unless marked `gpu`.
 """
@@ -10,20 +10,23 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
 
 from devalloc import Arena, DevallocError, InvalidArgument, OutOfMemory
 from devalloc.sources import VirtualSource
+from devalloc.sources.cuda_pages import CudaPages
 from devalloc.sources.pages import HostPages
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
 
 
-class Failing(HostPages):
-    """Raises at the call of number ``at``, counted from when it was set."""
+class Fails:
+    """Pages that raise at the call of number ``at``, counted from when it was set."""
 
     at: int | None = None
     calls: int = 0
@@ -53,6 +56,14 @@ class Failing(HostPages):
         super().unmap(address, nbytes)
 
 
+class Failing(Fails, HostPages):
+    pass
+
+
+class FailingOnCuda(Fails, CudaPages):
+    pass
+
+
 @pytest.fixture
 def pages() -> Failing:
     return Failing()
@@ -75,6 +86,7 @@ def mapped(arena: Arena) -> int:
     return arena.stats()["virtual_bytes.mapped"]
 
 
+@pytest.mark.proves("saver/regions-tags")
 def test_memory_goes_and_comes_back_at_its_place(arena: Arena) -> None:
     with arena.region("weights", backup="cpu"):
         weights = arena.full((5_000_000,), 3.0)
@@ -102,6 +114,41 @@ def test_memory_goes_and_comes_back_at_its_place(arena: Arena) -> None:
     assert bool((weights == 3).all())
 
 
+@pytest.mark.proves("saver/wide-segments")
+def test_many_blocks_have_few_segments(arena: Arena) -> None:
+    """Each segment costs as much to pause as tens of MiB do; a sixteenth more may be reserved."""
+    size, blocks = 3_435_520, []
+    with arena.region("many"):
+        while len(blocks) < 5000:
+            blocks.append(arena.alloc(size))
+            taken = len(blocks) % 100 == 0 and arena.tags()[0].nbytes
+            assert taken <= (len(blocks) / 6 + 1) * 20 * MIB * 17 / 16, "six to a segment without"
+    arena.cache.audit()
+    assert len(arena.snapshot()["segments"]) < 120, "834 without"
+    with arena.region("few"):
+        blocks.append(arena.alloc(1000))
+    assert arena.tags()[1].nbytes == 2 * MIB, "a small region takes what any arena takes"
+    blocks.append(arena.alloc(size))
+    assert arena.memory_reserved() == sum(each.nbytes for each in arena.tags()) + 20 * MIB
+    for block in blocks:
+        arena.free(block)
+
+
+@pytest.mark.proves("saver/wide-segments")
+def test_a_wide_segment_that_does_not_fit_is_no_reason_to_fail(source: VirtualSource) -> None:
+    with Arena(source=source) as arena, arena.region("a"):
+        blocks = [arena.alloc("4MiB") for _ in range(160)]
+        assert len(arena.snapshot()["segments"]) < 160 // 5, "some are wide"
+        limit = arena.memory_reserved() + 20 * MIB
+        arena.set_limit(limit)
+        with suppress(OutOfMemory):
+            while True:
+                blocks.append(arena.alloc("4MiB"))
+        assert arena.memory_reserved() == limit
+        for block in blocks:
+            arena.free(block)
+
+
 def test_content_without_a_backup(arena: Arena) -> None:
     with arena.region("scratch", on_resume="zero"):
         zeroed = arena.full((1000,), 7.0)
@@ -110,6 +157,7 @@ def test_content_without_a_backup(arena: Arena) -> None:
     assert bool((zeroed == 0).all())
 
 
+@pytest.mark.proves("saver/regions-tags")
 def test_regions_nest_and_threads_do_not_see_each_other(arena: Arena) -> None:
     tensors = {}
 
@@ -151,6 +199,42 @@ def test_nothing_is_allocated_in_what_sleeps(arena: Arena) -> None:
     arena.free(first)
 
 
+REFUSED = {
+    "alloc": lambda arena, tensor, block: arena.alloc("3MiB"),
+    "a tensor of new shape": lambda arena, tensor, block: arena.empty(7),
+    "a tensor like one that ended": lambda arena, tensor, block: arena.empty(123),
+    "zeros": lambda arena, tensor, block: arena.zeros(5),
+    "full": lambda arena, tensor, block: arena.full((5,), 3.0),
+    "empty_like": lambda arena, tensor, block: arena.empty_like(tensor),
+    "heap": lambda arena, tensor, block: arena.heap("64KiB"),
+    "keep a tensor": lambda arena, tensor, block: arena.keep(tensor, "zero"),
+    "keep a block": lambda arena, tensor, block: arena.keep(block, "discard"),
+    "record_stream": lambda arena, tensor, block: arena.record_stream(tensor, 5),
+}
+
+
+@pytest.mark.proves("saver/regions-tags")
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
+def test_calls_refuse_what_sleeps(arena: Arena, call: Callable[..., object]) -> None:
+    """By the tag, and nothing has changed."""
+    with arena.region("kv", backup="cpu"):
+        tensor, block = arena.full((1000,), 3.0), arena.alloc(1000)
+        ended = arena.empty(123)
+        arena.pause()
+        del ended  # its block is not parked for the next of its shape
+        before = arena.stats()
+        with pytest.raises(InvalidArgument, match="the region 'kv' is asleep"):
+            call(arena, tensor, block)
+        after = arena.stats()
+    assert {name: after[name] for name in before if "current" in name} == {
+        name: before[name] for name in before if "current" in name
+    }
+    arena.resume()
+    assert bool((tensor == 3).all())
+    arena.free(block)
+
+
+@pytest.mark.proves("saver/regions-tags")
 def test_what_is_freed_while_asleep(arena: Arena) -> None:
     with arena.region("a", backup="cpu"):
         kept, freed, alone = (arena.full((n,), float(n)) for n in (1000, 2000, 3_000_000))
@@ -290,6 +374,7 @@ tensor.sum()
     assert (done.returncode, done.stdout.strip()) == (-11, "asleep"), done.stderr
 
 
+@pytest.mark.proves("saver/regions-tags")
 @pytest.mark.parametrize("step", ["pause", "resume"])
 def test_all_or_nothing(source: VirtualSource, pages: Failing, step: str) -> None:
     """Whichever call of the device fails, contents and states are as before, also without a backup;
@@ -336,20 +421,27 @@ def test_all_or_nothing(source: VirtualSource, pages: Failing, step: str) -> Non
     assert failures >= 4
 
 
-def test_random_rounds_with_failures(source: VirtualSource, pages: Failing) -> None:
-    """Pause, resume, allocate, free, with injected failures: contents right, nothing lost."""
+def random_rounds(source: VirtualSource, pages: Fails, rounds: int, largest: int) -> int:
+    """Pause, resume, allocate, free, with injected failures: contents right, nothing lost.
+
+    Returns how many calls failed. ``largest``: elements of the largest tensors.
+    """
     draw = random.Random(7)
-    tags = ("a", "b", "c")
-    with Arena(source=source, limit="256MiB") as arena:
+    backups = {"a": "cpu", "b": "cpu", "c": None}
+    failures = 0
+    with Arena(source=source, limit=256 * largest) as arena:
         live: list[tuple[str, torch.Tensor, int]] = []
-        for turn in range(1000):
-            tag = draw.choice(tags)
+        for turn in range(rounds):
+            tag = draw.choice(tuple(backups))
             pages.arm(draw.randrange(1, 12) if draw.random() < 0.3 else None)
             try:
                 action = draw.choice(("pause", "resume", "alloc", "alloc", "free"))
                 if action == "alloc":
-                    with arena.region(tag, backup="cpu"):
-                        tensor = arena.full((draw.choice((1000, 300_000, MIB)),), turn)
+                    with arena.region(tag, backup=backups[tag]):
+                        size = draw.choice((1000, largest // 4 + 77, largest))
+                        tensor = arena.full((size,), turn)
+                        if backups[tag] is None:
+                            arena.keep(tensor, "backup")
                     live.append((tag, tensor, turn))
                 elif action == "free":
                     if live:
@@ -357,7 +449,7 @@ def test_random_rounds_with_failures(source: VirtualSource, pages: Failing) -> N
                 else:
                     getattr(arena, action)(draw.choice((tag, None)))
             except DevallocError:
-                pass
+                failures += 1
             pages.arm(None)
             arena.cache.audit()
             states = {each.tag: each.state for each in arena.tags()}
@@ -373,6 +465,28 @@ def test_random_rounds_with_failures(source: VirtualSource, pages: Failing) -> N
     assert (stats.address_space, stats.mapped) == (0, 0)
     source.trim()
     assert source.stats().idle == 0
+    return failures
+
+
+@pytest.mark.proves("saver/regions-tags")
+def test_random_rounds_with_failures(source: VirtualSource, pages: Failing) -> None:
+    assert random_rounds(source, pages, 1000, MIB) > 100
+
+
+@pytest.mark.proves("saver/regions-tags")
+@pytest.mark.gpu
+def test_on_the_gpu_random_rounds_with_failures_lose_nothing() -> None:
+    device = torch.device("cuda", 0)
+    pages = FailingOnCuda(device)
+
+    def free_after(rounds: int) -> int:
+        assert random_rounds(VirtualSource(device, pages), pages, rounds, 4 * MIB) > rounds // 10
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+
+    before = free_after(100)  # kernels are loaded now
+    assert free_after(1000) >= before, "by the driver's count"
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from devalloc.cache import Cache
 from tests.arena.support import KIB, MIB, FakeStreams, NumberSource, cache
 
 
+@pytest.mark.proves("torch/statistics")
 def test_statistics_by_hand() -> None:
     engine, _ = cache("torch")
     small, large = engine.malloc(1000), engine.malloc(3 * MIB)
@@ -38,6 +39,7 @@ def test_statistics_by_hand() -> None:
     engine.free(small)
 
 
+@pytest.mark.proves("torch/statistics")
 def test_statistics_have_pytorchs_names() -> None:
     engine, _ = cache("torch")
     names = set(engine.stats())
@@ -53,6 +55,7 @@ def test_statistics_have_pytorchs_names() -> None:
     assert {"num_alloc_retries", "num_ooms", "num_sync_all_streams"} <= names
 
 
+@pytest.mark.proves("torch/statistics")
 def test_peaks_are_exact_over_many_foldings() -> None:
     engine, _ = cache("torch")
     now = peak = 0
@@ -84,6 +87,7 @@ def history_of(engine: Cache) -> list[str]:
     return [entry["action"] for entry in trace]
 
 
+@pytest.mark.proves("torch/history-stacks")
 def test_history() -> None:
     engine, _ = cache("torch", limit=30 * MIB)
     engine.free(engine.malloc(512))
@@ -102,6 +106,7 @@ def test_history() -> None:
     assert len(history_of(engine)) == 7, "nothing is added, nothing lost"
 
 
+@pytest.mark.proves("torch/history-stacks")
 def test_history_has_the_callers_stack() -> None:
     engine, _ = cache("torch")
     engine.record_history("state")
@@ -170,6 +175,7 @@ def test_snapshots_obey_the_format() -> None:
     assert states == {"active_allocated", "active_pending_free", "inactive"}
 
 
+@pytest.mark.proves("torch/snapshots")
 def test_torchs_own_functions_read_snapshots() -> None:
     snapshot = make_snapshot()
     text = _memory_viz.segsum(snapshot)
@@ -181,6 +187,7 @@ def test_torchs_own_functions_read_snapshots() -> None:
         assert "add_local_files(local_files" in plot(snapshot)
 
 
+@pytest.mark.proves("torch/out-memory")
 def test_running_out_says_how_much_where_and_what_to_do() -> None:
     engine, _ = cache("torch", limit=24 * MIB)
     keep = [engine.malloc(5 * MIB, stream=1) for _ in range(4)]

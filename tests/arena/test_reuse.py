@@ -30,6 +30,7 @@ def parked(arena: Arena) -> int:
     return sum(len(stack) for stack in arena.cache.reuse.stacks.values())
 
 
+@pytest.mark.proves("tiny/tests-same", "library/tensor-same")
 def test_the_next_equal_tensor_takes_the_block_and_nothing_else_does(arena: Arena) -> None:
     tensor = arena.empty(SHAPE).fill_(7)
     address = tensor.data_ptr()
@@ -81,6 +82,7 @@ KEEPERS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.proves("library/tensor-whose")
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("keep", KEEPERS.values(), ids=KEEPERS)
 @pytest.mark.parametrize("turns", [0, 3])
@@ -118,6 +120,7 @@ ENGINE: dict[str, Callable[[Arena], object]] = {
 }
 
 
+@pytest.mark.proves("library/tensor-whose")
 @pytest.mark.parametrize("ask", ENGINE.values(), ids=ENGINE)
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 @pytest.mark.parametrize("keeper", ["detached", "parameter", "numpy", "dlpack", "view"])
@@ -190,6 +193,7 @@ def test_a_weak_reference_to_the_storage_sees_it_end(arena: Arena) -> None:
     assert parked(arena) == 0
 
 
+@pytest.mark.proves("library/tensor-same")
 def test_statistics_are_those_of_an_engine_that_is_always_asked() -> None:
     def program(arena: Arena, told: bool) -> dict[str, int]:
         held = []
@@ -252,6 +256,7 @@ def test_a_collection_amid_the_statistics_may_end_tensors(arena: Arena) -> None:
     arena.cache.audit()
 
 
+@pytest.mark.proves("torch/reuse-owner")
 def test_streams_do_not_share(arena: Arena) -> None:
     address = arena.empty(SHAPE, stream=5).data_ptr()
     assert parked(arena) == 1

@@ -109,6 +109,7 @@ def test_policies_do_what_their_originals_do_for_a_million_operations(name: str)
         race(name, seed)
 
 
+@pytest.mark.proves("bfc/growth-doubling", "bfc/nine-tenths")
 def test_a_backed_off_region_is_a_float_of_24_bits() -> None:
     """The original doubles its region before it asks, and keeps that if the source refuses."""
     source = NumberSource(capacity=60 * MIB)

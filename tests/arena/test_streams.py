@@ -26,6 +26,7 @@ def engine(source: NumberSource, streams: FakeStreams) -> Cache:
     return Cache(source, "torch", streams=streams)
 
 
+@pytest.mark.proves("torch/record_stream", "auto_growth/stream-safe")
 def test_a_recorded_stream_defers_the_free(engine: Cache, streams: FakeStreams) -> None:
     block = engine.malloc(30 * MIB, stream=1)
     for user in (1, 2, 3, 3):
@@ -42,6 +43,7 @@ def test_a_recorded_stream_defers_the_free(engine: Cache, streams: FakeStreams) 
     engine.audit()
 
 
+@pytest.mark.proves("auto_growth/recorded-stream")
 def test_a_recorded_stream_can_be_erased(engine: Cache, streams: FakeStreams) -> None:
     block = engine.malloc(30 * MIB, stream=1)
     for user in (2, 3):
@@ -62,6 +64,7 @@ def test_a_recorded_stream_can_be_erased(engine: Cache, streams: FakeStreams) ->
     engine.audit()
 
 
+@pytest.mark.proves("torch/record_stream")
 def test_the_own_stream_is_ignored(engine: Cache, streams: FakeStreams) -> None:
     block = engine.malloc(30 * MIB, stream=1)
     engine.record_stream(block, 1)
@@ -70,6 +73,7 @@ def test_the_own_stream_is_ignored(engine: Cache, streams: FakeStreams) -> None:
     assert engine.malloc(30 * MIB, stream=1) == block
 
 
+@pytest.mark.proves("auto_growth/free-stream")
 def test_running_out_waits_for_events(streams: FakeStreams) -> None:
     engine = Cache(NumberSource(capacity=30 * MIB), "torch", streams=streams)
     block = engine.malloc(30 * MIB)
@@ -86,6 +90,7 @@ def free_in_use(engine: Cache, block: int) -> None:
     engine.free(block)
 
 
+@pytest.mark.proves("auto_growth/free-stream")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_waits_for_events_at_the_limit(policy: str, streams: FakeStreams) -> None:
     engine = Cache(NumberSource(), policy, limit=20 * MIB, streams=streams)
@@ -97,6 +102,7 @@ def test_every_policy_waits_for_events_at_the_limit(policy: str, streams: FakeSt
     engine.audit()
 
 
+@pytest.mark.proves("torch/after-last")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_events_have_freed_is_found_in_divided_segments(
     policy: str, streams: FakeStreams
@@ -128,6 +134,7 @@ def test_a_request_that_waits_takes_what_other_streams_free(
     engine.audit()
 
 
+@pytest.mark.proves("rmm/reuse-across")
 def test_sharing_takes_the_best_block_of_another_stream_in_order(streams: FakeStreams) -> None:
     source = NumberSource()
     engine = Cache(source, "torch", streams=streams, share_streams=True)
@@ -143,6 +150,7 @@ def test_sharing_takes_the_best_block_of_another_stream_in_order(streams: FakeSt
     assert len(source.asked) == 2
 
 
+@pytest.mark.proves("rmm/reuse-across")
 def test_sharing_merges_what_several_streams_own(streams: FakeStreams) -> None:
     source = NumberSource()
     engine = Cache(source, "torch", streams=streams, share_streams=True)
@@ -157,6 +165,7 @@ def test_sharing_merges_what_several_streams_own(streams: FakeStreams) -> None:
     assert len(source.asked) == 1
 
 
+@pytest.mark.proves("torch/cached-memory")
 def test_a_forgotten_stream_leaves_its_memory(engine: Cache, streams: FakeStreams) -> None:
     cached, live = engine.malloc(30 * MIB, stream=5), engine.malloc(40 * MIB, stream=5)
     other = engine.malloc(50 * MIB, stream=6)
@@ -173,6 +182,7 @@ def test_a_forgotten_stream_leaves_its_memory(engine: Cache, streams: FakeStream
         engine.forget_stream(0)
 
 
+@pytest.mark.proves("torch/capture-query", "auto_growth/graphs-four")
 def test_captures_query_and_release_nothing(
     engine: Cache, source: NumberSource, streams: FakeStreams
 ) -> None:
@@ -207,6 +217,7 @@ def test_captures_query_and_release_nothing(
     assert engine.malloc(40 * MIB) == cached, "inside, outside: back to the private pool"
 
 
+@pytest.mark.proves("auto_growth/graphs-four")
 def test_a_block_freed_in_a_capture_waits_for_its_end(engine: Cache, streams: FakeStreams) -> None:
     block = engine.malloc(30 * MIB)
     with engine.private_pool() as pool, engine.route(pool, capture=True):
@@ -216,6 +227,7 @@ def test_a_block_freed_in_a_capture_waits_for_its_end(engine: Cache, streams: Fa
     assert engine.malloc(30 * MIB) == block
 
 
+@pytest.mark.proves("tiny/graph-pools")
 def test_a_private_pool_lives_as_long_as_its_graphs(engine: Cache, source: NumberSource) -> None:
     pool = engine.private_pool()
     with engine.route(pool, capture=True):
@@ -235,6 +247,7 @@ def test_a_private_pool_lives_as_long_as_its_graphs(engine: Cache, source: Numbe
             call()
 
 
+@pytest.mark.proves("torch/private-pools")
 def test_graphs_share_a_pool(engine: Cache, source: NumberSource) -> None:
     pool = engine.private_pool()
     with engine.route(pool, capture=True):
@@ -246,6 +259,7 @@ def test_graphs_share_a_pool(engine: Cache, source: NumberSource) -> None:
     assert ids == {pool.id}
 
 
+@pytest.mark.proves("torch/private-pools")
 def test_routes_by_stream(engine: Cache) -> None:
     pool = engine.private_pool()
     with engine.route(pool, accepts=lambda stream: stream == 4):
@@ -255,6 +269,7 @@ def test_routes_by_stream(engine: Cache) -> None:
     assert sorted(ids) == [(0, 0), pool.id]
 
 
+@pytest.mark.proves("torch/private-pools", "rmm/arena-resource", "auto_growth/naive-thread-local")
 def test_routes_by_thread(engine: Cache) -> None:
     pool = engine.private_pool()
     with engine.route(pool):
@@ -445,6 +460,7 @@ class StreamOrdered(NumberSource):
         super().free(address, nbytes)
 
 
+@pytest.mark.proves("torch/cudamallocasync-backend", "auto_growth/async-allocator")
 def test_a_stream_ordered_source_gets_the_stream(streams: FakeStreams) -> None:
     source = StreamOrdered()
     engine = Cache(source, "torch", streams=streams, share_streams=True)

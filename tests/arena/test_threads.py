@@ -101,12 +101,14 @@ def stress(policy: str, steps: int, failing: float) -> None:
     assert not source.live
 
 
+@pytest.mark.proves("tiny/mutex", "tiny/tests-same")
 @pytest.mark.parametrize("failing", [0.0, 0.5], ids=["sound", "failing"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_threads(policy: str, failing: float) -> None:
     stress(policy, SHORT, failing)
 
 
+@pytest.mark.proves("tiny/mutex")
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(1200)
@@ -198,6 +200,7 @@ def arena_stress(steps: int, failing: float) -> None:
         assert arena.cache.reserved == source.counters.bytes.current == 0
 
 
+@pytest.mark.proves("rmm/faults-tests")
 @pytest.mark.parametrize("failing", [0.0, 0.5], ids=["sound", "failing"])
 def test_threads_with_arenas(failing: float) -> None:
     arena_stress(2_000, failing)
@@ -214,6 +217,7 @@ def test_many_threads_with_arenas_for_long(failing: float) -> None:
 # Callbacks ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("torch/order-events")
 def test_two_caches_may_empty_each_other() -> None:
     caches = [Cache(NumberSource(), "torch") for _ in range(2)]
     # Nobody goes on before both are in the middle of their requests.

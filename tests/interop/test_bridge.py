@@ -51,6 +51,7 @@ def capsule(destructor: int) -> object:
     return make(1, None, destructor)
 
 
+@pytest.mark.proves("library/tensor-dies")
 @pytest.mark.parametrize("name", bridge.Functions._fields)
 def test_a_pending_exception_passes_by(target: SimpleNamespace, name: str) -> None:
     """The interpreter drops the arguments of a call that failed before it handles the error.
@@ -138,6 +139,7 @@ def test_threads_that_python_does_not_know_may_call(target: SimpleNamespace) -> 
     assert threading.get_ident() not in seen
 
 
+@pytest.mark.proves("library/ctrl-c")
 def test_ctrl_c_waits_for_the_end_of_the_call(target: SimpleNamespace) -> None:
     ended: list[str] = []
     calls = called(functions)
@@ -163,6 +165,7 @@ def test_ctrl_c_waits_for_the_end_of_the_call(target: SimpleNamespace) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.proves("library/ctrl-c")
 def test_a_ctrl_c_that_is_due_waits_too(target: SimpleNamespace) -> None:
     """It would be raised at the first step of the callable, before any `try` of its own."""
     ended: list[int] = []

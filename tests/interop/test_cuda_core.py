@@ -186,6 +186,7 @@ def test_a_buffer_that_is_not_made_gives_its_memory_back(monkeypatch: pytest.Mon
     arena.cache.audit()
 
 
+@pytest.mark.proves("library/cuda-core")
 @pytest.mark.gpu
 def test_on_the_gpu_buffers_and_streams() -> None:
     device = core.Device(torch.cuda.current_device())

@@ -21,6 +21,7 @@ def test_arenas_without_device_memory_are_refused() -> None:
         ours.allocator(arena)
 
 
+@pytest.mark.proves("library/cupy-allocator")
 @pytest.mark.gpu
 def test_on_the_gpu_arrays_live_in_the_arena() -> None:
     cupy = pytest.importorskip("cupy")

@@ -15,6 +15,7 @@ def live(arena: Arena) -> int:
     return arena.stats()["allocation.all.current"]
 
 
+@pytest.mark.proves("library/dlpack-memory")
 def test_numpy_keeps_the_memory() -> None:
     arena = Arena(source="host")
     tensor = arena.empty((3, 4)).fill_(2)
@@ -54,6 +55,7 @@ def test_torch_keeps_the_memory() -> None:
     assert live(arena) == 0
 
 
+@pytest.mark.proves("library/dlpack-memory")
 @pytest.mark.gpu
 def test_on_the_gpu_cupy_keeps_the_memory() -> None:
     cupy = pytest.importorskip("cupy")

@@ -47,10 +47,10 @@ class Process:
         rules = self.cache.policy
         self.front = bridge.Front("install", self.device, rules.unit, rules.zero_is_null)
         if front:
-            self.cache.attach_front(self.front)
+            self.cache.loan.attach(self.front)
         pluggable._INSTALLED.caches[self.device] = self.cache
         self.entered = 0
-        serve, take_back = self.cache.serve, self.cache.take_back
+        serve, take_back = self.cache.loan.serve, self.cache.loan.take_back
 
         def counted_serve(nbytes: int, stream: int) -> int:
             self.entered += 1
@@ -60,8 +60,8 @@ class Process:
             self.entered += 1
             take_back(address)
 
-        self.cache.serve = counted_serve  # type: ignore[method-assign]
-        self.cache.take_back = counted_take_back  # type: ignore[method-assign]
+        self.cache.loan.serve = counted_serve  # type: ignore[method-assign]
+        self.cache.loan.take_back = counted_take_back  # type: ignore[method-assign]
 
     def malloc(self, nbytes: int, stream: int = 0) -> int:
         return self.calls.malloc(nbytes, self.device, stream) or 0
@@ -110,6 +110,7 @@ def process(make: Callable[..., Process]) -> Process:
     return make()
 
 
+@pytest.mark.proves("library/allocation-free-c")
 def test_what_is_steady_is_served_without_python(process: Process) -> None:
     address = process.malloc(5 * MIB, 3)
     process.start()
@@ -142,12 +143,14 @@ def steps(seed: str, count: int) -> Iterator[tuple[str, int, int]]:
             live += 1
 
 
+@pytest.mark.proves("library/allocation-free-c")
 @pytest.mark.parametrize(
     "policy",
     [
         "torch",
         "max_split_size_mb:24",
         "roundup_power2_divisions:4",
+        "expandable_segments:True",
         "bfc",
         "auto_growth",
         "frugal",
@@ -207,6 +210,7 @@ LOOKS: dict[str, Callable[[Cache], object]] = {
 }
 
 
+@pytest.mark.proves("library/allocation-free-c")
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 def test_who_looks_or_changes_things_finds_everything(
     process: Process, look: Callable[[Cache], object]
@@ -236,6 +240,7 @@ def test_who_looks_or_changes_things_finds_everything(
     assert process.on
 
 
+@pytest.mark.proves("library/allocation-free-c")
 @pytest.mark.parametrize("by", ["PyTorch", "the arena"])
 def test_what_another_stream_uses_is_not_reused(process: Process, by: str) -> None:
     address = process.malloc(5 * MIB)
@@ -338,9 +343,9 @@ def test_policies_that_see_every_call_do(policy: Policy) -> None:
     require_compiler()
     cache = Cache(NumberSource(), policy, limit="1GiB", streams=FakeStreams())
     front = bridge.Front("install", next(DEVICES) % 64, 512, True)
-    cache.attach_front(front)
+    cache.loan.attach(front)
     for _ in range(200):
-        cache.take_back(cache.serve(5 * MIB, 0))
+        cache.loan.take_back(cache.loan.serve(5 * MIB, 0))
     assert not front.counts()["on"]
 
 
@@ -368,6 +373,7 @@ def test_a_log_that_is_full_is_read(process: Process) -> None:
     assert stats["allocated_bytes.all.peak"] == 1024, "while the front was to start"
 
 
+@pytest.mark.proves("library/allocation-free-c")
 @pytest.mark.parametrize("name", ["stop", "read_log", "blocks"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_taking_back_may_be_interrupted(
@@ -492,7 +498,9 @@ def test_wrong_frees_are_shown(process: Process) -> None:
     process.free(address, 5 * MIB)
 
 
-@pytest.mark.parametrize("policy", ["torch", "bfc", "auto_growth", "frugal", "tiny"])
+@pytest.mark.parametrize(
+    "policy", ["torch", "bfc", "auto_growth", "frugal", "tiny", "expandable_segments:True"]
+)
 def test_random_calls(policy: str, make: Callable[..., Process]) -> None:
     """Against a plain model: what is live is disjoint, on its stream, and all is accounted for."""
     process = make(policy, capacity=400 * MIB)
@@ -527,6 +535,7 @@ def test_random_calls(policy: str, make: Callable[..., Process]) -> None:
     assert served > 5
 
 
+@pytest.mark.proves("library/allocation-free-c")
 def test_threads(make: Callable[..., Process]) -> None:
     """Without the GIL, while another thread audits, empties and captures."""
     process = make("torch")
@@ -620,8 +629,7 @@ def test_an_installed_arena_has_a_front(monkeypatch: pytest.MonkeyPatch) -> None
     calls = called(pluggable.functions)
     address = calls.malloc(1000, 63, None)
     calls.free(address, 1000, 63, None)
-    loan = arena.cache._loan
-    assert loan is not None
+    loan = arena.cache.loan
     assert isinstance(loan.front, bridge.Front)
     arena.cache.record_history("state")
     with pytest.raises(OutOfMemory):
@@ -633,8 +641,8 @@ def test_an_installed_arena_has_a_front(monkeypatch: pytest.MonkeyPatch) -> None
 
 ON_A_GPU = """
 import gc, os, threading, torch, devalloc
-arena = devalloc.Arena.install(policy="{policy}", limit="8GiB")
-front = arena.cache._loan.front
+arena = devalloc.Arena.install(policy="{policy}", source="{source}", limit="8GiB")
+front = arena.cache.loan.front
 torch.ones(1, device="cuda").sum().item()
 
 # Steady sizes: once no segment is added, and the front serves, nothing enters Python.
@@ -645,8 +653,8 @@ def turn():
 for _ in range(50):
     turn()
 entered = []
-serve = arena.cache.serve
-arena.cache.serve = lambda nbytes, stream: entered.append(nbytes) or serve(nbytes, stream)
+serve = arena.cache.loan.serve
+arena.cache.loan.serve = lambda nbytes, stream: entered.append(nbytes) or serve(nbytes, stream)
 for _ in range(50):
     turn()
 assert not entered, entered
@@ -738,12 +746,14 @@ print("sound")
 """
 
 
+@pytest.mark.proves("library/allocation-free-c")
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("policy", ["torch", "frugal", "bfc"])
+@pytest.mark.parametrize("policy", ["torch", "frugal", "bfc", "expandable_segments:True"])
 def test_on_the_gpu_the_front_keeps_every_promise(policy: str) -> None:
+    source = "virtual" if "expandable" in policy else "cuda"
     done = subprocess.run(
-        [sys.executable, "-c", ON_A_GPU.replace("{policy}", policy)],
+        [sys.executable, "-c", ON_A_GPU.replace("{policy}", policy).replace("{source}", source)],
         cwd=ROOT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.stdout == "sound\n", done.stderr

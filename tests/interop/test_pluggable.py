@@ -118,6 +118,8 @@ def _crooked() -> SimulatedSource:
         {"limit": 2.0},
         {"front": -1},
         {"front": "4 monkeys"},
+        {"policy": "expandable_segments:True"},
+        {"policy": "expandable_segments:True", "source": "async"},
     ],
     ids=str,
 )
@@ -241,6 +243,7 @@ if arena:
 """
 
 
+@pytest.mark.proves("library/pluggable-allocator")
 @pytest.mark.gpu
 @pytest.mark.timeout(400)
 def test_on_the_gpu_training_is_the_same_with_an_arena_as_allocator() -> None:
@@ -333,6 +336,7 @@ os._exit(0)  # if the context is lost, nothing of it can be given back in order
 """
 
 
+@pytest.mark.proves("library/pluggable-allocator")
 @pytest.mark.gpu
 def test_on_the_gpu_too_late_changes_nothing() -> None:
     assert "before anything uses the GPU" in run(LATE)[0]
@@ -351,6 +355,7 @@ def test_on_the_gpu_running_out_is_shown_and_gives_no_memory() -> None:
     assert "limit of 64 MiB" in warned
 
 
+@pytest.mark.proves("library/tensor-dies")
 @pytest.mark.gpu
 def test_on_the_gpu_operations_that_fail_on_temporaries_say_why_and_leak_nothing() -> None:
     """Their blocks come back while the error is on its way."""

@@ -41,6 +41,7 @@ def test_callbacks_serve_who_is_active_and_return_to_who_gave() -> None:
     assert second.external.held == 0
 
 
+@pytest.mark.proves("library/callbacks-never")
 def test_callbacks_never_raise(capfd: pytest.CaptureFixture[str]) -> None:
     allocate, free, *_ = called(pytorch.functions)
     engine = Cache(SimulatedSource(), limit=2 * MIB)
@@ -78,6 +79,7 @@ def test_ctrl_c_in_a_callback_arrives_afterwards() -> None:
     assert engine.external.reserved == 0
 
 
+@pytest.mark.proves("library/callbacks-never")
 def test_callbacks_wait_for_no_lock_of_the_engine() -> None:
     allocate, free, *_ = called(pytorch.functions)
     engine = Cache(SimulatedSource())
@@ -206,6 +208,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> object:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.proves("library/pytorch-s")
 @pytest.mark.gpu
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("deterministic")
@@ -242,6 +245,7 @@ def test_on_the_gpu_the_pool_is_kept_between_uses(source: str) -> None:
         assert held(arena) == 0
 
 
+@pytest.mark.proves("library/memory-returns")
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ["tensor, arena", "arena, tensor", "close, tensor, arena"])
 def test_on_the_gpu_memory_returns_in_any_order(order: str) -> None:
@@ -262,6 +266,7 @@ def test_on_the_gpu_memory_returns_in_any_order(order: str) -> None:
     assert not source.out
 
 
+@pytest.mark.proves("library/limit-holds")
 @pytest.mark.gpu
 def test_on_the_gpu_the_limit_holds_and_is_the_cause() -> None:
     with Arena(limit="64MiB") as arena:
@@ -348,6 +353,7 @@ print("end", flush=True)
 """
 
 
+@pytest.mark.proves("library/memory-returns")
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "last", ["", "context.__exit__(None, None, None)", "model.cycle = model; del arena, context"]

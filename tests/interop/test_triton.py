@@ -78,6 +78,7 @@ def _copy_by_descriptor(source, target, rows, columns, SIDE: tl.constexpr):
     write.store([row, column], read.load([row, column]) + 1)
 
 
+@pytest.mark.proves("library/triton-set_allocator")
 @pytest.mark.gpu
 @pytest.mark.timeout(120)
 def test_on_the_gpu_descriptors_made_in_kernels_live_in_the_arena() -> None:

@@ -83,7 +83,28 @@ def test_capacity(tmp_path: Path, snapshot: Path) -> None:
     found = rows(text)
     assert found["recorded"][5] == "0"
     assert int(found["none"][5]) > 0
+    assert "failed: allocations that found no room on a device of 4 MiB" in text
     assert run("replay", snapshot, "-o", plot, "--capacity", "lots")[0] == 2
+
+
+@pytest.mark.parametrize("capacity", ["1", "1KiB"])
+def test_a_capacity_that_serves_nothing_is_an_error(
+    tmp_path: Path, snapshot: Path, capacity: str
+) -> None:
+    plot = tmp_path / "plot.png"
+    code, text = run("replay", snapshot, "-o", plot, "--capacity", capacity, "--policy", "none")
+    assert code == 1
+    assert "served no allocation under none; the program requests up to" in text
+    assert text.splitlines()[-1].endswith("raise --capacity")
+    assert not plot.exists()
+
+
+def test_the_table_says_what_its_columns_are(tmp_path: Path, snapshot: Path) -> None:
+    code, text = run("replay", snapshot, "-o", tmp_path / "plot.png")
+    assert code == 0
+    assert "fragm" not in text
+    above, below = text[: text.index("───")].splitlines()[-3:-1]
+    assert above.index("unused") == below.index("share") - 1
 
 
 def test_device(tmp_path: Path, snapshot: Path) -> None:
@@ -99,6 +120,11 @@ def test_what_cannot_be_replayed(tmp_path: Path, snapshot: Path) -> None:
         (pickle.dumps(Path("x")), "only plain data is read"),
         (b"Some,columns\n", "there is no Action"),
         (b"Action,Pointer,Size\nallocate,0x10,5\nallocate", "line 3: the row ends before its"),
+        (b"Action,Pointer,Size\nallocate,0x10,x\n", "line 2: the Size is 'x', not a whole number"),
+        (pickle.dumps([1]), "a value in it is not of the kind that belongs there"),
+        (b"# devalloc trace 1\n{]\n", "damaged header: no JSON from column 2 on"),
+        (b"\x1f\x8b\x08\x00" + bytes(range(60)), "what is compressed in it is damaged"),
+        (b"\x89PNG", "byte 0x89 at 0 is no ascii text"),
     ):
         bad.write_bytes(data)
         code, text = run("replay", bad, "-o", plot)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.compare import HOST
+from benchmarks.compare import REPLAY
 from benchmarks.replay_tables import BIG_SEGMENTS, REPLAYED, replay_trace, tables_of
 from benchmarks.replay_tables import TRACES as FOLDER
 from devalloc.replay.engine import Replay
@@ -73,6 +73,7 @@ def generation(seed: int) -> Trace:
     return program.builder.finish()
 
 
+@pytest.mark.proves("frugal/less-reserved")
 @pytest.mark.parametrize(
     ("program", "largest_excess", "mean_ratio"), [(training, 2 * MIB, 0.95), (generation, 0, 0.7)]
 )
@@ -114,6 +115,7 @@ def test_all_recorded_traces_are_here() -> None:
     assert sorted(path.name for path in FOLDER.glob("*.gz")) == [f"{n}.csv.gz" for n in TRACES]
 
 
+@pytest.mark.proves("frugal/less-reserved")
 def test_frugal_reserves_no_more_than_was_recorded(recorded: dict[str, dict[str, Replay]]) -> None:
     """No worse than PyTorch on any, at least 5 % better on the mean."""
     ratios = []
@@ -145,4 +147,4 @@ def test_the_table_in_the_document_is_what_replay_says(
 ) -> None:
     rest = replayed(tuple(name for name in REPLAYED if name not in SHOWN))
     replays = {name: {**rest[name], **recorded[name]} for name in TRACES}
-    assert tables_of(replays) in HOST.read_text()
+    assert tables_of(replays) in REPLAY.read_text()

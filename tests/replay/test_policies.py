@@ -17,7 +17,8 @@ def events(*steps: tuple[int, int, int]) -> Trace:
 
 
 def test_every_policy_is_there() -> None:
-    assert list(ALLOCATORS) == ["none", *POLICIES]
+    expandable = ["torch-expandable", "frugal-expandable"]
+    assert list(ALLOCATORS) == ["none", *POLICIES, *expandable]
     assert chosen_policies([]) == list(ALLOCATORS)
     assert chosen_policies(["torch", "none", "torch"]) == ["torch", "none"]
     with pytest.raises(InvalidArgument, match=r"no such policy: a, b; there are none, "):
@@ -45,7 +46,11 @@ def test_known_results() -> None:
     assert found["frugal"].source_allocations == 4
     assert found["frugal"].source_frees == 1
     assert found["none"].source_allocations == 4
-    caching = set(found) - {"none", "frugal"}
+    # As without expandable segments.
+    assert found["torch-expandable"].peak_reserved == 22 * MIB
+    assert found["frugal-expandable"].peak_reserved == (2 + 16 + 8) * MIB
+    assert found["frugal-expandable"].source_frees == 1
+    caching = set(found) - {"none", "frugal", "frugal-expandable"}
     assert {found[name].source_frees for name in caching} == {0}
 
 

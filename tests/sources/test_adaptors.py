@@ -71,6 +71,7 @@ def test_the_stream_is_passed_on() -> None:
 # Bounds ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("rmm/limiting")
 def test_limit() -> None:
     source = LimitAdaptor(CountingSource(HostSource()), "20KiB")
     first = source.allocate(12 * KIB)
@@ -116,6 +117,7 @@ def test_a_limit_counts_no_failures() -> None:
     source.free(source.allocate(10 * KIB), 10 * KIB)
 
 
+@pytest.mark.proves("rmm/limiting")
 def test_a_limit_holds_with_threads() -> None:
     """16 threads ask for a fifth of the limit each, at once: exactly five get it."""
     source = LimitAdaptor(HostSource(), 5 * 4096)
@@ -140,6 +142,7 @@ def test_a_limit_holds_with_threads() -> None:
     assert source.used == 0
 
 
+@pytest.mark.proves("rmm/aligned")
 def test_alignment() -> None:
     beneath = CountingSource(SimulatedSource(granularity=512))
     source = AlignedAdaptor(beneath, "64KiB")
@@ -154,6 +157,7 @@ def test_alignment() -> None:
     assert beneath.live == {}
 
 
+@pytest.mark.proves("rmm/aligned")
 def test_alignment_from_a_threshold_on() -> None:
     beneath = CountingSource(SimulatedSource(granularity=512))
     source = AlignedAdaptor(beneath, "64KiB", threshold=1000)
@@ -236,6 +240,7 @@ def test_impossible_requests_are_no_matter_of_memory(nbytes: int) -> None:
 # Failures -------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("auto_growth/wait-free")
 def test_retry_waits_for_a_free() -> None:
     """A thread is out of memory until another one, later, frees."""
     source = RetryAdaptor(LimitAdaptor(HostSource(), 4096), seconds=60)
@@ -309,6 +314,7 @@ def test_retry_passes_other_errors() -> None:
         RetryAdaptor(HostSource(), seconds=60).allocate(0)
 
 
+@pytest.mark.proves("rmm/failure-callback")
 def test_failure_callback() -> None:
     """Called until there is enough: two of three cached pieces have to go."""
     beneath = LimitAdaptor(HostSource(), 3 * 4096)
@@ -336,6 +342,7 @@ def test_failure_callback() -> None:
     assert len(asked) == 4, "no matter of memory"
 
 
+@pytest.mark.proves("rmm/failure-callback")
 def test_what_a_failure_callback_raises_arrives() -> None:
     def refuse(nbytes: int) -> bool:
         raise KeyError(nbytes)
@@ -356,6 +363,7 @@ def outcomes(source: Source, calls: int) -> list[bool]:
     return found
 
 
+@pytest.mark.proves("rmm/faults-tests")
 def test_faults_are_the_same_in_every_run() -> None:
     first, again, other = (
         FaultAdaptor(SimulatedSource(), probability=0.3, seed=seed) for seed in (5, 5, 6)

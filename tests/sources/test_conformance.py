@@ -40,6 +40,7 @@ from devalloc.sources.adaptors import (
     StatisticsAdaptor,
     TrackingAdaptor,
 )
+from devalloc.sources.base import Mappable
 from tests.sources.doubles import CountingSource, CrookedSource
 
 GPU = torch.device("cuda", 0)
@@ -158,6 +159,7 @@ def stream(source: Source) -> int:
 SIZES = (1, 7, 255, 256, 257, 4096, 5001, PAGE_BYTES, (1 << 20) + 1)
 
 
+@pytest.mark.proves("tiny/cache-off")
 def test_addresses(source: Source) -> None:
     """Multiples of the granularity, and disjoint (H1)."""
     assert source.granularity & (source.granularity - 1) == 0
@@ -182,6 +184,7 @@ def test_memory_keeps_what_was_written(memory: Source) -> None:
         assert int(view.sum(dtype=torch.int64)) == (tag + 1) * segment.nbytes
 
 
+@pytest.mark.proves("tiny/cpu-pinned", "auto_growth/pinned-memory")
 def test_host_accessible_memory(memory: Source) -> None:
     if not memory.capabilities.host_accessible:
         pytest.skip("the CPU cannot reach it")
@@ -259,6 +262,7 @@ def test_segments(memory: Source, alignment: int) -> None:
     assert int(tail.sum()) == 3_000
 
 
+@pytest.mark.proves("rmm/thread-safe")
 def test_threads(memory: Source) -> None:
     """Four threads write their tag into what they get, and read it back before they free it."""
     wrong: list[str] = []
@@ -317,3 +321,58 @@ def test_a_double_free_race_has_one_winner(source: Source) -> None:
         assert len(outcomes) == 3, outcomes
         assert outcomes.count("freed") == 1, outcomes
         assert sum(isinstance(each, InvalidFree) for each in outcomes) == 2, outcomes
+
+
+# Sources that map memory into reserved addresses --------------------------------------------------
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(lambda: SimulatedSource("64MiB", granularity=MAPPED), id="simulated"),
+        pytest.param(lambda: VirtualSource(torch.device("cpu")), id="virtual"),
+        pytest.param(lambda: VirtualSource(GPU), id="virtual_on_cuda", marks=pytest.mark.gpu),
+    ]
+)
+def mappable(request: pytest.FixtureRequest) -> Mappable:
+    return request.param()
+
+
+MAPPED = 2 << 20
+
+
+def test_memory_is_mapped_and_unmapped_by_pieces(mappable: Mappable) -> None:
+    assert mappable.capabilities.mappable
+    assert mappable.granularity <= MAPPED
+    nbytes = 16 * MAPPED
+    address = mappable.reserve(nbytes)
+    assert mappable.parts(address, 0, nbytes) == []
+    mappable.map(address, 2 * MAPPED, 5 * MAPPED, 2 * MAPPED)
+    pieces = [(2, 2), (4, 2), (6, 1)]
+    found = mappable.parts(address, 0, nbytes)
+    assert found == [(at * MAPPED, size * MAPPED) for at, size in pieces]
+    assert mappable.parts(address, 2 * MAPPED + 1, 5 * MAPPED - 1) == found[1:]
+    assert mappable.parts(address, 2 * MAPPED, 5 * MAPPED - 1) == found[:2]
+    mappable.unmap(address, 4 * MAPPED, 2 * MAPPED)
+    assert mappable.parts(address, 0, nbytes) == [found[0], found[2]]
+    mappable.map(address, 4 * MAPPED, 2 * MAPPED, MAPPED)
+    assert len(mappable.parts(address, 0, nbytes)) == 4
+    other = mappable.reserve(nbytes)
+    assert not address <= other < address + nbytes
+    mappable.free(other, nbytes)
+    mappable.free(address, nbytes)  # with what is mapped there
+    for call in (mappable.free, mappable.free):
+        with pytest.raises(InvalidFree):
+            call(address, nbytes)
+
+
+def test_a_map_that_fails_has_changed_nothing() -> None:
+    source = SimulatedSource("64MiB", granularity=MAPPED)
+    address = source.reserve(1 << 30)
+    assert source.used == 0
+    source.map(address, 0, 40 << 20, 1 << 30)
+    with pytest.raises(OutOfMemory, match="raise the capacity"):
+        source.map(address, 40 << 20, 40 << 20, 1 << 30)
+    assert (source.used, source.peak, source.failures) == (40 << 20, 40 << 20, 1)
+    assert source.parts(address, 0, 1 << 30) == [(0, 40 << 20)]
+    source.free(address, 1 << 30)
+    assert (source.used, source.frees) == (0, 1)

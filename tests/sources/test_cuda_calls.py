@@ -28,6 +28,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
     gc.collect()  # what the test made is finished with this runtime, not with the next
 
 
+@pytest.mark.proves("rmm/cuda-pinned")
 def test_cuda_malloc(fake: FakeRuntime) -> None:
     source = CudaSource(DEVICE)
     address = source.allocate(5000, stream=7)
@@ -75,6 +76,7 @@ def test_failed_frees(fake: FakeRuntime, make: Callable[[torch.device], Source],
     assert fake.names().count(call) == 2, "a wrong free does not reach CUDA"
 
 
+@pytest.mark.proves("rmm/cuda-pinned")
 def test_a_pool_of_its_own(fake: FakeRuntime) -> None:
     source = AsyncSource(DEVICE, release_threshold="1GiB")
     properties = next(call[1] for call in fake.calls if call[0] == "cudaMemPoolCreate")
@@ -103,6 +105,7 @@ def test_a_pool_of_its_own(fake: FakeRuntime) -> None:
     assert source.reserved() == 4096
 
 
+@pytest.mark.proves("rmm/release-threshold")
 def test_a_pool_goes_with_its_source(fake: FakeRuntime) -> None:
     source = AsyncSource(DEVICE)
     assert list(fake.attributes.values()) == [0]
@@ -148,6 +151,7 @@ def test_pinned_memory_waits_for_its_users(fake: FakeRuntime) -> None:
     ]
 
 
+@pytest.mark.proves("rmm/release-threshold")
 @pytest.mark.gpu
 def test_a_pool_returns_its_memory() -> None:
     """Threshold 0: given back when somebody synchronises; a large one: kept, until trimmed."""
@@ -161,6 +165,7 @@ def test_a_pool_returns_its_memory() -> None:
     assert fat.reserved() == 0
 
 
+@pytest.mark.proves("auto_growth/async-allocator")
 @pytest.mark.gpu
 def test_stream_order() -> None:
     """Memory freed on a stream comes again on that stream, and nothing waits for the kernels."""
@@ -190,6 +195,7 @@ def test_allocation_inside_a_captured_graph() -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.proves("tiny/cpu-pinned", "rmm/cuda-pinned")
 @pytest.mark.gpu
 def test_pinned_memory_is_pinned() -> None:
     view = Segment(PinnedSource(DEVICE), 4096).view()

@@ -24,6 +24,7 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.proves("rmm/logging-csv")
 def test_log(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     with LogAdaptor(LimitAdaptor(HostSource(), 12_288), path) as source:
@@ -173,6 +174,7 @@ def test_impossible_requests_are_not_logged(tmp_path: Path, nbytes: int) -> None
     assert rows(source.path) == []
 
 
+@pytest.mark.proves("rmm/logging-csv")
 def test_a_log_of_threads_gives_no_address_out_twice(tmp_path: Path) -> None:
     """Addresses come again at once, so a free logged too late would show."""
     path = tmp_path / "log.csv"
@@ -199,6 +201,7 @@ def test_a_log_of_threads_gives_no_address_out_twice(tmp_path: Path) -> None:
     assert not live
 
 
+@pytest.mark.proves("rmm/statistics-push")
 def test_statistics() -> None:
     """Bytes are pages of 4096, which is how host memory is taken."""
     source = StatisticsAdaptor(LimitAdaptor(HostSource(), 12_288))
@@ -217,6 +220,7 @@ def test_statistics() -> None:
     assert found.bytes.current == 8_192, "a copy"
 
 
+@pytest.mark.proves("rmm/statistics-push")
 def test_sections_of_statistics() -> None:
     """What a section counts is its own, and belongs to the one around it afterwards."""
     source = StatisticsAdaptor(HostSource())
@@ -240,6 +244,7 @@ def allocate_here(source: Source) -> int:
     return source.allocate(5_000, 7)
 
 
+@pytest.mark.proves("rmm/out-stacks")
 def test_tracking() -> None:
     source = TrackingAdaptor(LimitAdaptor(HostSource(), 20_000))
     assert source.report() == ""
@@ -263,6 +268,7 @@ def test_tracking() -> None:
     assert source.outstanding() == []
 
 
+@pytest.mark.proves("rmm/out-stacks")
 def test_tracking_without_stacks() -> None:
     source = TrackingAdaptor(HostSource(), frames=0)
     address = source.allocate(1)

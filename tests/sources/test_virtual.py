@@ -145,6 +145,7 @@ def test_handles_are_few_or_as_small_as_asked_for(
     source.free(address, nbytes)
 
 
+@pytest.mark.proves("saver/reserve-map")
 def test_parts_come_and_go_at_their_place(source: VirtualSource, fake: FakeDriver) -> None:
     address = source.reserve(64 * MIB)
     assert source.stats().address_space == 64 * MIB
@@ -342,6 +343,7 @@ def calls_of_the_scenario() -> int:
         return len(fake.calls)
 
 
+@pytest.mark.proves("saver/reserve-map")
 @pytest.mark.parametrize("call", range(1, calls_of_the_scenario() + 1))
 def test_every_call_may_fail(
     source: VirtualSource, fake: FakeDriver, call: int, unraisable: list[str]
@@ -871,6 +873,7 @@ def test_a_heap_by_name(device: str) -> None:
 # On a GPU -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("saver/reserve-map")
 @pytest.mark.gpu
 def test_on_the_gpu_memory_comes_and_goes_at_one_address() -> None:
     source = VirtualSource(DEVICE)

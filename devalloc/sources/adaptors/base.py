@@ -47,5 +47,10 @@ class Adaptor:
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
         self.inner.free(address, nbytes, stream)
 
+    def has(self, address: int) -> bool:
+        """Whether the source within has memory out at an address; true if it cannot tell."""
+        has = getattr(self.inner, "has", None)
+        return has is None or bool(has(address))
+
     def view(self, segment: Segment, offset: int, nbytes: int) -> torch.Tensor:
         return self.inner.view(segment, offset, nbytes)

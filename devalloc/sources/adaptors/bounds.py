@@ -121,15 +121,20 @@ class AlignedAdaptor(Adaptor):
         if not extra:
             super().free(address, nbytes, stream)
             return
-        with self._lock:
-            raw = self._moved.pop(address, None)
-        if raw is None:
-            raise InvalidFree(
-                f"free of {address:#x} ({format_size(nbytes)}), which is not out with an "
-                f"alignment of {format_size(self.alignment)}; free exactly what allocate gave"
-            )
+        raw: list[int | None] = []
         try:
-            super().free(raw, nbytes + extra, stream)
+            with self._lock:
+                raw.extend(map(self._moved.pop, (address,), (None,)))
+            if raw[0] is None:
+                raise InvalidFree(
+                    f"free of {address:#x} ({format_size(nbytes)}), which is not out with an "
+                    f"alignment of {format_size(self.alignment)}; free exactly what allocate gave"
+                )
+            super().free(raw[0], nbytes + extra, stream)
         except BaseException:
-            self._moved[address] = raw
+            if raw and raw[0] is not None and super().has(raw[0]):
+                self._moved[address] = raw[0]
             raise
+
+    def has(self, address: int) -> bool:
+        return super().has(self._moved.get(address, address))

@@ -91,7 +91,9 @@ class FailureCallbackAdaptor(Adaptor):
     callback : callable
         Called with the number of requested bytes. If it returns true, the request is tried again;
         if false, the source's error is raised. It may allocate and free; what it raises reaches
-        the caller. It runs on the allocating thread, on several at once if several fail.
+        the caller. It runs on the allocating thread, on several at once if several fail. In the
+        source of an arena it runs under the lock of its cache, where it can allocate nothing from
+        that arena; use `devalloc.cache.Cache.on_low_memory` there.
     """
 
     def __init__(self, inner: Source, callback: Callable[[int], bool]) -> None:
