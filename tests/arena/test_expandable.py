@@ -273,6 +273,37 @@ def test_a_closed_cache_gives_pages_back_with_each_free() -> None:
     assert not source.parts_of
 
 
+class StubbornSource(NumberSource):
+    """Takes nothing back while `broken`, and counts how often it was asked to."""
+
+    broken = True
+    asked_back = 0
+
+    def unmap(self, address: int, offset: int, nbytes: int) -> None:
+        self.asked_back += 1
+        if self.broken:
+            raise RuntimeError("the driver is gone")
+        super().unmap(address, offset, nbytes)
+
+
+@pytest.mark.parametrize("blocks", [1, 2], ids=["a whole segment", "the end of one"])
+def test_what_the_source_does_not_take_back_is_tried_once(blocks: int) -> None:
+    source = StubbornSource()
+    cache = Cache(source, EXPANDABLE, streams=FakeStreams())
+    live = [cache.malloc(20 * MIB) for _ in range(blocks)]
+    cache.close()
+    with pytest.raises(RuntimeError, match="the driver is gone"):
+        cache.free(live.pop())
+    assert source.asked_back == 1
+    cache.audit()
+    source.broken = False
+    cache.close()
+    for block in live:
+        cache.free(block)
+    cache.audit()
+    assert not source.parts_of
+
+
 def test_regions_keep_segments_of_their_own() -> None:
     source = VirtualSource(CPU, HostPages())
     with Arena(source=source, policy=EXPANDABLE) as arena:
@@ -480,11 +511,18 @@ def test_every_call_of_the_driver_may_fail(
     assert not any(driver.state), "nothing is left behind"
 
 
+class KnowingSource(NumberSource):
+    """Says whether memory is out, as sources do: of a range, and not of what is mapped in it."""
+
+    def has(self, address: int) -> bool:
+        return address in self.live or address in self.parts_of
+
+
 class World:
     """A range with gaps, in which the next steps grow, join and divide segments."""
 
     def __init__(self) -> None:
-        self.source = NumberSource()
+        self.source = KnowingSource()
         self.cache = Cache(self.source, EXPANDABLE, streams=FakeStreams())
         self.blocks = [self.cache.malloc(20 * MIB) for _ in range(5)]
         self.cache.free(self.blocks[1])
@@ -510,6 +548,10 @@ ACTS: dict[str, Callable[[World], object]] = {
     "a new range": lambda world: world.cache.malloc(100 * KIB),
     "divide": lambda world: world.cache.empty_cache(),
     "release": lambda world: (world.cache.free(world.blocks[0]), world.cache.empty_cache()),
+    "release within a range": lambda world: (
+        *map(world.cache.free, (world.blocks[2], world.blocks[4])),
+        world.cache.empty_cache(),
+    ),
     "close": lambda world: world.cache.close(),
 }
 
