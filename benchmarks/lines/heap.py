@@ -15,12 +15,14 @@ from devalloc.kernels.lanes import (
     pick,
     pick_first,
     rank_of,
+    width,
 )
 from devalloc.kernels.layout import (
     ERRORS,
     MAX_SLOT,
     address_of,
     class_bytes,
+    class_slots,
     place_of,
     program_index,
     size_class,
@@ -99,11 +101,30 @@ def claim_others(records, page, granule, size, lost):
     return granule
 
 
+@triton.jit(noinline=True)
+def open_ahead(heap, word, cls, need):
+    """Open the place that begins among ``need`` tickets (at most a page of them) from line word
+    ``word``, if one does that is not open yet (scalars). A program that waited for other places
+    first would keep others waiting for this one."""
+    slots = class_slots(cls)
+    place, slot, covered = ticket_place(word, need * 0, slots)
+    begins = tl.where(slot == 0, 0, slots - slot)
+    fits = begins < need
+    place, slot, covered = ticket_place(word, tl.where(fits, begins, 0), slots)
+    if fits & (covered == 0):
+        thrifty = (word >> SPARSE_SHIFT) > THRIFT
+        front = atomic_load(hint_ptr(heap)).to(tl.int32)
+        width = window(class_bytes(cls) * need)
+        open_places(heap, cls, slots, place, fits, thrifty, front, width)
+    return need * 0
+
+
 @triton.jit
-def malloc_slots(heap, cls, active, word, number, alone, polls: tl.constexpr):
+def malloc_slots(heap, cls, active, word, number, alone, PART: tl.constexpr, polls: tl.constexpr):
     """Slots of classes ``cls`` for the active lanes of a block, or for a scalar: addresses, or 0
-    where there is none. If ``alone`` (a scalar), all are of one class, their tickets come from
-    line word ``word``, and ``number`` says which each lane has."""
+    where there is none. If these lanes are PART of a block and ``alone`` (a scalar), all of the
+    block are of one class, their tickets come from line word ``word``, ``number`` says which each
+    lane has, and their places are open or being opened."""
     lane = lane_index(cls)
     stripe = own_stripe(heap)
     size = class_bytes(cls)
@@ -111,16 +132,21 @@ def malloc_slots(heap, cls, active, word, number, alone, polls: tl.constexpr):
     records = load_records(heap)
     line = line_ptr(heap, cls, stripe)
     front = atomic_load(hint_ptr(heap) + lane * 0, lane == 0)
-    word = word + (number & 0).to(tl.int64)
-    rank = number
-    if alone == 0:
-        leader, rank, count = groups(cls, active)
-        leads = active & (leader == lane)
-        word = tl.atomic_add(line, -count.to(tl.int64), mask=leads, sem="relaxed")
-        word = leaders(word, leader)
+    tries = active
+    if PART:
+        tries = active & (number * 0 == alone.to(tl.int32))
+    leader, rank, count = groups(cls, active)
+    leads = tries & (leader == lane)
+    words = tl.atomic_add(line, -count.to(tl.int64), mask=leads, sem="relaxed")
+    words = leaders(words, leader)
+    if PART:
+        word = tl.where(tries, words, word)
+        rank = tl.where(tries, rank, number)
+    else:
+        word = words
     place, slot, covered = ticket_place(word, rank, slots)
     thrifty = (word >> SPARSE_SHIFT) > THRIFT
-    opens = active & (covered == 0) & (slot == 0)
+    opens = tries & (covered == 0) & (slot == 0)
     total = tl.where(active, size, 0)
     if is_block(total):
         total = tl.sum(total, axis=0)
@@ -259,32 +285,30 @@ def malloc(heap, nbytes, active, polls: tl.constexpr = 4000):
                 same = same & (rank >= n * slots_of(size))
         small = same
     word = tl.full((), 0, tl.int64)
-    number = rank_of(small)
-    alone = (count == 0) & (count != 0)
     if any_lane(small):
-        if is_block(nbytes):
-            alone = count_lanes(same) == count_lanes(small)
+        if width(nbytes) > GROUP:
+            # A few lanes at a time: wider, this would decide how many registers a program needs.
+            number = rank_of(small)
+            need = count_lanes(small)
+            alone = count_lanes(small & (classes == cls)) == need
             if alone:
                 line = line_ptr(heap, cls, own_stripe(heap))
-                word = tl.atomic_add(line, -count_lanes(small).to(tl.int64), sem="relaxed")
-            if nbytes.shape[0] > GROUP:
-                # A few lanes at a time: wider, this would decide how many registers it needs.
-                lane = lane_index(nbytes)
-                some = tl.arange(0, GROUP)
-                at = first_lane(small) & -GROUP
-                while at < nbytes.shape[0]:
-                    kinds = tl.gather(tl.where(small, classes, -1), at + some, 0)
-                    numbers = tl.gather(number, at + some, 0)
-                    kind = tl.maximum(kinds, 0)
-                    part = malloc_slots(heap, kind, kinds >= 0, word, numbers, alone, polls)
-                    mine = small & (lane >= at) & (lane < at + GROUP)
-                    addr = tl.where(mine, tl.gather(part, tl.where(mine, lane - at, 0), 0), addr)
-                    at = first_lane(small & (lane >= at + GROUP)) & -GROUP
-            else:
-                some = malloc_slots(heap, classes, small, word, number, alone, polls)
-                addr = tl.where(small, some, addr)
+                word = tl.atomic_add(line, -need.to(tl.int64), sem="relaxed")
+                open_ahead(heap, word, cls, need)
+            lane = lane_index(nbytes)
+            some = tl.arange(0, GROUP)
+            at = first_lane(small) & -GROUP
+            while at < nbytes.shape[0]:
+                kinds = tl.gather(tl.where(small, classes, -1), at + some, 0)
+                numbers = tl.gather(number, at + some, 0)
+                kind = tl.maximum(kinds, 0)
+                part = malloc_slots(heap, kind, kinds >= 0, word, numbers, alone, True, polls)
+                mine = small & (lane >= at) & (lane < at + GROUP)
+                addr = tl.where(mine, tl.gather(part, tl.where(mine, lane - at, 0), 0), addr)
+                at = first_lane(small & (lane >= at + GROUP)) & -GROUP
         else:
-            addr = malloc_slots(heap, classes, small, word, number, alone, polls)
+            some = malloc_slots(heap, classes, small, word, classes, word, False, polls)
+            addr = tl.where(small, some, addr)
     tl.debug_barrier()
     return addr
 
