@@ -252,7 +252,7 @@ def malloc_span(heap, word, same, rank, count, size):
     old = tl.atomic_or(ptr, bits, mask=speaks, sem="relaxed")
     wrong = tl.where(speaks, old & bits, 0)
     if any_lane(wrong != 0):
-        # Somebody who drew from the page was there first: it had a free slot for each of us.
+        # A program with a promise of other slots was there first. The page has a free slot for each.
         lost = wrong != 0
         if is_block(rank):
             lost = same & heard(page, granule, wrong)

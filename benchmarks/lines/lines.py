@@ -61,7 +61,7 @@ from .pages import give_pages, take_pages
 
 THRIFT = tl.constexpr(1)  # more sparse pages than these are used before fresh ones are taken
 TURNS = tl.constexpr(4)  # tries of an opener to get sparse pages
-PADDING = tl.constexpr(1)  # from a page word to one that nobody uses
+PADDING = tl.constexpr(1)  # from a page word to an unused one
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def leave_account(heap, page, now, counts, speaks):
 
 @triton.jit
 def cancel(heap, page, tickets, lanes):
-    """Take tickets that nobody will use out of the accounts of pages."""
+    """Take tickets that no program will use out of the accounts of pages."""
     ptr = page_word_ptr(load_records(heap), tl.where(lanes, page, 0))
     gone = tickets.to(tl.int64)
     now = tl.atomic_add(ptr, -gone, mask=lanes, sem="relaxed") - gone
@@ -191,7 +191,7 @@ def publish(ptr, before, page, tickets, lap, opens):
 
 @triton.jit
 def settle_tickets(heap, ptr, old, page, opens):
-    """Take tickets that nobody will use out of the accounts; :func:`publish` found ``old``."""
+    """Take tickets that no program will use out of the accounts; :func:`publish` found ``old``."""
     carried = (old >> UNUSED_SHIFT).to(tl.int32)
     if any_lane(opens & (carried != 0)):
         # Above 0: tickets of the last lap, whose holders stand still and will find that it is over.
@@ -210,7 +210,7 @@ def open_places(heap, cls, slots, place, opens, thrifty, front, width):
     lane = lane_index(place)
     stripe = own_stripe(heap)
     ptr = place_ptr(heap, ring_index(heap, cls, stripe, place) * 2)
-    # (Under way while pages are taken. Nobody else changes page and lap until we have.)
+    # (Not waited for until pages are taken. Only this program changes page and lap meanwhile.)
     before_0 = atomic_load(ptr, opens)
     before_1 = atomic_load(ptr + 1, opens)
     page_0 = place * 0 - 1
