@@ -252,7 +252,7 @@ def malloc_span(heap, word, same, rank, count, size):
     old = tl.atomic_or(ptr, bits, mask=speaks, sem="relaxed")
     wrong = tl.where(speaks, old & bits, 0)
     if any_lane(wrong != 0):
-        # A program with a promise of other slots was there first. The page has a free slot for each.
+        # A program with a promise of other slots was there first: each lane still finds a slot.
         lost = wrong != 0
         if is_block(rank):
             lost = same & heard(page, granule, wrong)
