@@ -206,7 +206,7 @@ def settle_tickets(heap, ptr, old, page, opens):
 @triton.jit
 def open_places(heap, cls, slots, place, opens, thrifty, front, width):
     """Open the places of the lanes (or scalar) in ``opens``, the ``thrifty`` ones from sparse
-    pages if they can; fresh pages are looked for in ``width`` chunks from ``front`` on."""
+    pages if they can; fresh pages are looked for among ``width`` from chunk ``front`` on."""
     lane = lane_index(place)
     stripe = own_stripe(heap)
     ptr = place_ptr(heap, ring_index(heap, cls, stripe, place) * 2)

@@ -617,7 +617,7 @@ class Cache(Owner):
 
     def _free_if_live(self, freed: Freed) -> None:
         address, claim, routed = freed
-        if address == 0:  # for pools that nobody uses
+        if address == 0:  # for pools without a user
             self._store.release_all_unused()
             return
         block = self._store.live(address, claim)

@@ -7,15 +7,15 @@ that is mapped without gaps, so C1 and C3 hold for it as for any other: its bloc
 
 - it grows: memory is mapped behind it, and is one free block more, merged with a free last one;
 - it joins the next one, if the gap between them is filled;
-- it shrinks, or is divided: what lies inside a free block, by whole handles, is unmapped;
+- it shrinks, or is divided: whole handles inside a free block are unmapped;
 - it is released, if all of it is free. A range whose last segment goes is given up.
 
 Before anything is unmapped, the device is waited for: kernels of the stream that owns a free block
-may still use it. During a capture nothing is unmapped. What PyTorch takes in `Arena.use` and what
-lies in regions does not expand.
+may still use it. During a capture nothing is unmapped. What PyTorch takes in `Arena.use`, and
+memory in regions, does not expand.
 
-Interruptions: as in `devalloc.cache.store`. Ranges are primary state, and so is which one a segment
-lies in; nothing else is kept.
+Interruptions: as in `devalloc.cache.store`. Ranges are primary state, and so is the range
+of each segment; nothing else is kept.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class Expandable:
         self._give(self._source.free, found.address, found.nbytes)
 
     def trim(self, pools: PoolSet, enough: int | None = None) -> list[tuple[int, FreeList]]:
-        """Unmap what lies in free blocks, the highest addresses first, until it is ``enough``.
+        """Unmap memory in free blocks, highest addresses first, until it is ``enough``.
 
         Returns (bytes, home) of each part; whole segments are released.
         """

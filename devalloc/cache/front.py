@@ -87,7 +87,7 @@ class Loan:
     # For PyTorch ----------------------------------------------------------------------------------
 
     def attach(self, front: Front) -> None:
-        """Let a front serve PyTorch from now on. Only one, and for ever."""
+        """Let a front serve PyTorch from now on: one front, until the process ends."""
         self._cache.call(self._attach, front)
 
     def _attach(self, front: Front) -> None:
