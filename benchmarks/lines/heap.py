@@ -31,45 +31,41 @@ from devalloc.kernels.layout import (
 from devalloc.kernels.live import STRIDE, heard, speak_for, word_period
 
 from .layout import (
-    CACHED_SHIFT,
+    KEPT,
     PAGE_MASK,
     SPAN_CLASS,
     SPAN_COUNT,
     SPAN_SLOT,
-    SPARSE_SHIFT,
-    UNUSED_SHIFT,
-    VOID,
     hint_ptr,
-    lap_of,
+    is_place,
     line_ptr,
     live_bit,
     load_base,
     load_records,
     magazine_ptr,
-    own_stripe,
     page_class,
-    page_out,
     page_word_ptr,
-    place_lap,
     place_page,
     place_ptr,
-    ring_index,
     slab_word,
+    span_count,
     span_of,
 )
 from .lines import (
-    THRIFT,
     await_places,
-    cancel,
     groups,
     leaders,
     leave_account,
+    leave_pages,
     open_places,
+    pass_over,
+    promise,
     ticket_place,
 )
-from .pages import give_together, take_any, window
+from .pages import take_any, window
 
 GROUP = tl.constexpr(32)  # lanes of a block of several classes that are served together
+ROUNDS = tl.constexpr(32)  # tickets that a request draws before it fails
 
 
 @triton.jit
@@ -101,86 +97,153 @@ def claim_others(records, page, granule, size, lost):
     return granule
 
 
-@triton.jit(noinline=True)
-def open_ahead(heap, word, cls, need):
-    """Open the place that begins among ``need`` tickets (at most a page of them) from line word
-    ``word``, if one does that is not open yet (scalars). A program that waited for other places
-    first would keep others waiting for this one."""
-    slots = class_slots(cls)
-    place, slot, covered = ticket_place(word, need * 0, slots)
-    begins = tl.where(slot == 0, 0, slots - slot)
-    fits = begins < need
-    place, slot, covered = ticket_place(word, tl.where(fits, begins, 0), slots)
-    if fits & (covered == 0):
-        thrifty = (word >> SPARSE_SHIFT) > THRIFT
-        front = atomic_load(hint_ptr(heap)).to(tl.int32)
-        width = window(class_bytes(cls) * need)
-        open_places(heap, cls, slots, place, fits, thrifty, front, width)
-    return need * 0
-
-
 @triton.jit
-def malloc_slots(heap, cls, active, word, number, alone, PART: tl.constexpr, polls: tl.constexpr):
-    """Slots of classes ``cls`` for the active lanes of a block, or for a scalar: addresses, or 0
-    where there is none. If these lanes are PART of a block and ``alone`` (a scalar), all of the
-    block are of one class, their tickets come from line word ``word``, ``number`` says which each
-    lane has, and their places are open or being opened."""
+def malloc_mixed(heap, cls, active, polls: tl.constexpr):
+    """Slots of classes ``cls`` for the active lanes: addresses, 0 where there is none."""
     lane = lane_index(cls)
-    stripe = own_stripe(heap)
     size = class_bytes(cls)
     slots = slots_of(size)
     records = load_records(heap)
-    line = line_ptr(heap, cls, stripe)
-    front = atomic_load(hint_ptr(heap) + lane * 0, lane == 0)
-    tries = active
-    if PART:
-        tries = active & (number * 0 == alone.to(tl.int32))
-    leader, rank, count = groups(cls, active)
-    leads = tries & (leader == lane)
-    words = tl.atomic_add(line, -count.to(tl.int64), mask=leads, sem="relaxed")
-    words = leaders(words, leader)
-    if PART:
-        word = tl.where(tries, words, word)
-        rank = tl.where(tries, rank, number)
-    else:
-        word = words
-    place, slot, covered = ticket_place(word, rank, slots)
-    thrifty = (word >> SPARSE_SHIFT) > THRIFT
-    opens = tries & (covered == 0) & (slot == 0)
-    total = tl.where(active, size, 0)
-    if is_block(total):
-        total = tl.sum(total, axis=0)
+    line = line_ptr(heap, cls)
+    addr = (cls * 0).to(tl.int64)
+    rounds = 0
+    while any_lane(active) & (rounds < ROUNDS):
+        front = atomic_load(hint_ptr(heap) + lane * 0, lane == 0)
+        leader, rank, count = groups(cls, active)
+        leads = active & (leader == lane)
+        word = tl.atomic_add(line, -count.to(tl.int64), mask=leads, sem="relaxed")
+        word = leaders(word, leader)
+        place, slot = ticket_place(word, rank, slots)
+        opens = active & (slot == 0)
+        if any_lane(opens):
+            total = tl.sum(tl.where(active, size, 0), axis=0)
+            at = pick(front, 0).to(tl.int32)
+            open_places(heap, cls, slots, place, opens, at, window(total))
+        head, _rank, _count = groups(cls * 65536 + (place & 65535), active)
+        state = await_places(place_ptr(heap, cls, place), place, active & (head == lane), polls)
+        state = leaders(state, head)
+        page = place_page(state, slot >= slots - (slots >> 1))
+        page = tl.where(is_place(state, place), page, -1)
+        got = active & (page >= 0)
+        head, rank, users = groups(tl.where(got, page * 64 + cls, 0), got)
+        granted = promise(heap, page, cls, users, slots, got & (head == lane))
+        granted = leaders(granted, head)
+        good = got & (rank < granted)
+        last = good & (slot == slots - 1)
+        word_ptr = page_word_ptr(records, tl.where(got, page, 0))
+        tl.atomic_and(word_ptr, (addr & 0) + (-1 - KEPT), mask=last, sem="relaxed")
+        granule = slot * (size >> 4)
+        ptr, bit = live_bit(records, tl.where(good, page, 0), granule)
+        old = tl.atomic_or(ptr, bit, mask=good, sem="relaxed")
+        lost = good & ((old & bit) != 0)
+        bad = active & (good == 0)
+        if any_lane(lost | bad):
+            granule = tl.where(lost, another(old, granule, size), granule)
+            granule = claim_others(records, tl.where(good, page, 0), granule, size, lost)
+            over = got & (head == lane) & (granted < users)
+            pass_over(heap, cls, page, place, users - granted, over)
+        where = address_of(load_base(heap), tl.where(good, page, 0), granule)
+        addr = tl.where(good, where, addr)
+        active = bad
+        rounds += 1
+    return addr
+
+
+@triton.jit
+def claim_span(heap, span, size, index, good):
+    """Claim slots of spans for the ``good`` lanes: each has the ``index``-th of the span in its
+    lane (a scalar: one). Addresses; 0 in other lanes."""
+    records = load_records(heap)
+    page = tl.where(good, span & PAGE_MASK, 0).to(tl.int32)
+    granule = (((span >> SPAN_SLOT) & 0x1FFF).to(tl.int32) + index) * (size >> 4)
+    ptr, bits = live_bit(records, page, granule)
+    speaks = good
+    if is_block(good):
+        turn, bits = speak_for(granule, size >> 4, index, span_count(span) - 1 - index)
+        speaks = good & (turn == 0)
+    old = tl.atomic_or(ptr, bits, mask=speaks, sem="relaxed")
+    wrong = tl.where(speaks, old & bits, 0)
+    if any_lane(wrong != 0):
+        # A program with a promise of other slots was there first: each lane still finds a slot.
+        lost = wrong != 0
+        if is_block(good):
+            lost = good & heard(page, granule, wrong)
+        granule = claim_others(records, page, granule, size + granule * 0, lost)
+    return tl.where(good, address_of(load_base(heap), page, granule), 0)
+
+
+@triton.jit(noinline=True)
+def draw_spans(heap, cls, need, polls: tl.constexpr):
+    """Draw ``need`` tickets (int32 scalar, fewer than a page has slots) of class ``cls``. Returns
+    up to three spans of slots, as many as the tickets were good for."""
+    part = tl.arange(0, 4)
+    slots = class_slots(cls)
+    front = atomic_load(hint_ptr(heap) + part * 0, part == 0)
+    line = line_ptr(heap, cls) + part * 0
+    change = -need.to(tl.int64) + (part * 0).to(tl.int64)
+    word = pick(tl.atomic_add(line, change, mask=part == 0, sem="relaxed"), 0)
+    place, slot = ticket_place(word, need * 0, slots)
+    # Half a place is a part.
+    middle = slots - (slots >> 1)
+    part += (slot >= middle).to(tl.int32)
+    ahead = part >> 1
+    second = (part & 1) != 0
+    begin = ahead * slots + tl.where(second, middle, 0)
+    end = tl.where(second, (ahead + 1) * slots, begin + middle)
+    begin = tl.maximum(begin, slot)
+    counts = tl.maximum(tl.minimum(end, slot + need) - begin, 0)
+    start = begin - ahead * slots
+    place += ahead
+    kind = cls + part * 0
+    opens = (counts > 0) & (start == 0)
     if any_lane(opens):
         at = pick(front, 0).to(tl.int32)
-        open_places(heap, cls, slots, place, opens, thrifty, at, window(total))
-    half = (place << 1) + (slot >= slots - (slots >> 1)).to(tl.int32)
-    head, _rank, users = groups(cls * 65536 + (half & 65535), active)
-    ptr = place_ptr(heap, ring_index(heap, cls, stripe, place) * 2 + (half & 1))
-    lap = lap_of(heap, place)
-    reads = active & (head == lane)
-    state = await_places(ptr, lap, reads, polls)
-    reads = reads & (((state & VOID) == 0) | (place_lap(state) != lap))
-    used = -users.to(tl.int64) << UNUSED_SHIFT
-    late = tl.atomic_add(ptr, used, mask=reads, sem="relaxed")
-    early = reads & (place_lap(state) != lap)
-    if any_lane(early):
-        # Not open yet: the tickets are given up, unless it was opened just now.
-        state = tl.where(early, late, state)
-        void = early & (place_lap(late) == lap) & ((late & VOID) != 0)
-        tl.atomic_add(ptr, -used, mask=void, sem="relaxed")
-    good = (place_lap(state) == lap) & ((state & VOID) == 0)
-    state = leaders(tl.where(good, state, -1), head)
-    got = active & (state >= 0)
-    page = place_page(state)
-    page = tl.where(got, page, 0)
-    granule = slot * (size >> 4)
-    ptr, bit = live_bit(records, page, granule)
-    old = tl.atomic_or(ptr, bit, mask=got, sem="relaxed")
-    lost = got & ((old & bit) != 0)
-    if any_lane(lost):
-        granule = tl.where(lost, another(old, granule, size), granule)
-        granule = claim_others(records, page, granule, size, lost)
-    return tl.where(got, address_of(load_base(heap), page, granule), 0)
+        around = window(class_bytes(cls) * need)
+        open_places(heap, kind, slots + part * 0, place, opens, at, around)
+    state = await_places(place_ptr(heap, kind, place), place, counts > 0, polls)
+    page = tl.where(is_place(state, place), place_page(state, second), -1)
+    asks = (counts > 0) & (page >= 0)
+    granted = promise(heap, page, kind, counts, slots, asks)
+    last = asks & (start + counts == slots)
+    ptr = page_word_ptr(load_records(heap), tl.where(asks, page, 0))
+    tl.atomic_and(ptr, (part * 0).to(tl.int64) + (-1 - KEPT), mask=last, sem="relaxed")
+    over = asks & (granted < counts)
+    if any_lane(over):
+        pass_over(heap, kind, page, place, counts - granted, over)
+    spans = span_of(tl.maximum(page, 0), start, granted, kind)
+    return pick(spans, 0), pick(spans, 1), pick(spans, 2)
+
+
+@triton.jit
+def malloc_alike(heap, cls, same, rank, need, size, polls: tl.constexpr):
+    """Slots of one class for ``need`` lanes, numbered by ``rank``, fewer than a page has."""
+    addr = (rank * 0).to(tl.int64)
+    rounds = 0
+    while (need > 0) & (rounds < ROUNDS):
+        span, second, third = draw_spans(heap, cls, need, polls)
+        index = rank
+        span += (rank * 0).to(tl.int64)
+        beyond = index >= span_count(span)
+        index = tl.where(beyond, index - span_count(span), index)
+        span = tl.where(beyond, second, span)
+        beyond = beyond & (index >= span_count(span))
+        index = tl.where(beyond, index - span_count(span), index)
+        span = tl.where(beyond, third, span)
+        good = same & (index < span_count(span))
+        where = claim_span(heap, span, size, index, good)
+        addr = tl.where(good, where, addr)
+        same = same & (good == 0)
+        need = count_lanes(same)
+        if need > 0:
+            rank = rank_of(same)
+        rounds += 1
+    return addr
+
+
+@triton.jit(noinline=True)
+def malloc_one(heap, cls, polls: tl.constexpr):
+    """:func:`malloc_alike` for one lane."""
+    return malloc_alike(heap, cls, cls >= 0, cls * 0, cls * 0 + 1, class_bytes(cls), polls)
 
 
 @triton.jit
@@ -192,8 +255,8 @@ def malloc_whole(heap, cls, same, rank, n):
     slots = slots_of(size)
     pages, have = take_any(heap, n)
     lane = tl.arange(0, 64)
-    state = slab_word(cls, own_stripe(heap), slots) + slots + (pages & 0)
-    tl.atomic_xchg(page_word_ptr(records, pages), state, mask=lane < have, sem="relaxed")
+    state = slab_word(cls, slots) + slots + (pages & 0).to(tl.int64)
+    tl.atomic_add(page_word_ptr(records, pages), state, mask=lane < have, sem="relaxed")
     at = divide(tl.where(same, rank, 0), slots)
     page = tl.gather(pages, tl.minimum(at, n - 1), 0)
     slot = rank - at * slots
@@ -207,21 +270,15 @@ def malloc_whole(heap, cls, same, rank, n):
     return tl.where(got, address_of(load_base(heap), page, granule), 0)
 
 
-@triton.jit
-def count_cached(heap, page, count):
-    """Add to the number of slots of a page that are in magazines (scalars)."""
-    change = count.to(tl.int64) << CACHED_SHIFT
-    tl.atomic_add(page_word_ptr(load_records(heap), page), change, sem="relaxed")
-
-
 @triton.jit(noinline=True)
 def release_span(heap, word):
     """Give the slots of a span back to the account of their page (int64 scalar; 0: none)."""
     if word != 0:
-        count = ((word >> SPAN_COUNT) & 0x3FFF).to(tl.int32)
+        count = span_count(word)
         page = (word & PAGE_MASK).to(tl.int32)
-        count_cached(heap, page, -count)
-        cancel(heap, page, count, count > 0)
+        one = (word & 0) + count
+        now = tl.atomic_add(page_word_ptr(load_records(heap), page), -one, sem="relaxed") - one
+        leave_account(heap, page, now, count, count > 0)
     return word
 
 
@@ -234,30 +291,6 @@ def take_span(heap, cls, count):
     if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):
         word = release_span(heap, tl.atomic_xchg(ptr, word, sem="relaxed")) & 0
     return word
-
-
-@triton.jit
-def malloc_span(heap, word, same, rank, count, size):
-    """Addresses of the slots of a span."""
-    records = load_records(heap)
-    count_cached(heap, (word & PAGE_MASK).to(tl.int32), -count)
-    page = (word & PAGE_MASK).to(tl.int32) + rank * 0
-    slot = ((word >> SPAN_SLOT) & 0x1FFF).to(tl.int32) + rank
-    granule = slot * (size >> 4)
-    ptr, bits = live_bit(records, page, granule)
-    speaks = same
-    if is_block(rank):
-        turn, bits = speak_for(granule, size >> 4, rank, count - 1 - rank)
-        speaks = same & (turn == 0)
-    old = tl.atomic_or(ptr, bits, mask=speaks, sem="relaxed")
-    wrong = tl.where(speaks, old & bits, 0)
-    if any_lane(wrong != 0):
-        # A program with a promise of other slots was there first: each lane still finds a slot.
-        lost = wrong != 0
-        if is_block(rank):
-            lost = same & heard(page, granule, wrong)
-        granule = claim_others(records, page, granule, size + granule * 0, lost)
-    return tl.where(same, address_of(load_base(heap), page, granule), 0)
 
 
 @triton.jit
@@ -276,7 +309,7 @@ def malloc(heap, nbytes, active, polls: tl.constexpr = 4000):
         if (count > 0) & (count * size * 2 <= 65536):
             span = take_span(heap, cls, count)
         if span != 0:
-            addr = malloc_span(heap, span, same, rank, count, size)
+            addr = claim_span(heap, span + (rank * 0).to(tl.int64), size, rank, same)
             same = same & (same == 0)
         if is_block(nbytes):
             if count >= slots_of(size):
@@ -284,31 +317,29 @@ def malloc(heap, nbytes, active, polls: tl.constexpr = 4000):
                 addr = malloc_whole(heap, cls, same, rank, n)
                 same = same & (rank >= n * slots_of(size))
         small = same
-    word = tl.full((), 0, tl.int64)
     if any_lane(small):
-        if width(nbytes) > GROUP:
-            # A few lanes at a time: wider, this would decide how many registers a program needs.
-            number = rank_of(small)
-            need = count_lanes(small)
-            alone = count_lanes(small & (classes == cls)) == need
+        if is_block(nbytes):
+            alone = count_lanes(small & (classes != cls)) == 0
             if alone:
-                line = line_ptr(heap, cls, own_stripe(heap))
-                word = tl.atomic_add(line, -need.to(tl.int64), sem="relaxed")
-                open_ahead(heap, word, cls, need)
-            lane = lane_index(nbytes)
-            some = tl.arange(0, GROUP)
-            at = first_lane(small) & -GROUP
-            while at < nbytes.shape[0]:
-                kinds = tl.gather(tl.where(small, classes, -1), at + some, 0)
-                numbers = tl.gather(number, at + some, 0)
-                kind = tl.maximum(kinds, 0)
-                part = malloc_slots(heap, kind, kinds >= 0, word, numbers, alone, True, polls)
-                mine = small & (lane >= at) & (lane < at + GROUP)
-                addr = tl.where(mine, tl.gather(part, tl.where(mine, lane - at, 0), 0), addr)
-                at = first_lane(small & (lane >= at + GROUP)) & -GROUP
+                left = count_lanes(small)
+                some = malloc_alike(heap, cls, small, rank_of(small), left, class_bytes(cls), polls)
+                addr = tl.where(small, some, addr)
+            elif width(nbytes) > GROUP:
+                # A few lanes at a time: wider, this would decide how many registers it needs.
+                lane = lane_index(nbytes)
+                group = tl.arange(0, GROUP)
+                at = first_lane(small) & -GROUP
+                while at < nbytes.shape[0]:
+                    kinds = tl.gather(tl.where(small, classes, -1), at + group, 0)
+                    part = malloc_mixed(heap, tl.maximum(kinds, 0), kinds >= 0, polls)
+                    mine = small & (lane >= at) & (lane < at + GROUP)
+                    addr = tl.where(mine, tl.gather(part, tl.where(mine, lane - at, 0), 0), addr)
+                    at = first_lane(small & (lane >= at + GROUP)) & -GROUP
+            else:
+                some = malloc_mixed(heap, classes, small, polls)
+                addr = tl.where(small, some, addr)
         else:
-            some = malloc_slots(heap, classes, small, word, classes, word, False, polls)
-            addr = tl.where(small, some, addr)
+            addr = malloc_one(heap, cls, polls)
     tl.debug_barrier()
     return addr
 
@@ -330,8 +361,6 @@ def free_scalar(heap, addr, active, page, granule):
         if size * 2 <= 65536:
             span = span_of(page, divide(granule << 4, size), page * 0 + 1, cls)
             kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
-            if kept:
-                count_cached(heap, page, page * 0 + 1)
         if kept == 0:
             account = page_word_ptr(records, page)
             one = (page & 0).to(tl.int64) + 1
@@ -379,8 +408,6 @@ def free_block(heap, active, page, granule):
         if (class_bytes(cls) == unit << 4) & (slot * unit == first) & (any_lane(wrong != 0) == 0):
             span = span_of(first_page, slot, count, cls)
             kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
-            if kept:
-                count_cached(heap, first_page, count)
     if kept == 0:
         speaks = active & (before == 0)
         if (together == 0) & (count > 1):
@@ -392,12 +419,22 @@ def free_block(heap, active, page, granule):
         change = counts.to(tl.int64)
         ptr = page_word_ptr(records, page)
         now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change
-        pages = (first + count * unit + 4095) >> 12
-        emptied = count_lanes(speaks & (page_out(now) == 0))
-        if together & (emptied == pages) & (pages <= 64) & (pages > 1):
-            give_together(heap, first_page, pages)
-            hints = hint_ptr(heap) + page * 0
-            tl.atomic_min(hints, (page >> 6).to(tl.int64), mask=lane == 0, sem="relaxed")
+        if together & (first + count * unit > 4096):
+            # The pages follow one another: some lanes retire those of all.
+            few = tl.arange(0, 16)
+            done = first * 0
+            pages = (first + count * unit + 4095) >> 12
+            while done < pages:
+                number = done + few
+                lead = tl.where(number > 0, divide((number << 12) - first + unit - 1, unit), 0)
+                inside = (number < pages) & (lead < count)
+                lead = tl.where(inside, lead, 0)
+                words = tl.gather(now, lead, 0)
+                left = tl.gather(counts, lead, 0)
+                leave_pages(
+                    heap, first_page + done, tl.minimum(pages - done, 16), words, left, inside
+                )
+                done += 16
         else:
             leave_account(heap, page, now, counts, speaks)
 

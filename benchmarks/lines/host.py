@@ -173,8 +173,8 @@ class Lines(Raced):
         chunks = -(-pages // 64)
         records = layout.LINES.value + CLASSES * stripes * layout.LINE_STRIDE.value
         self.words = records + pages * layout.RECORD_WORDS.value
-        places = self.words + chunks
-        magazines = places + CLASSES * stripes * ring * 2
+        places = self.words + chunks * (CLASSES + 1)
+        magazines = places + CLASSES * stripes * ring
         held = 1 << (pages // 2).bit_length()
         state = torch.zeros(magazines + held, dtype=torch.int64)
         state[layout.MAGAZINES.value] = magazines
@@ -182,14 +182,14 @@ class Lines(Raced):
         state[layout.BASE.value] = base
         state[layout.STRIPES_AND_RING.value] = stripes + (ring.bit_length() - 1 << 16)
         state[layout.RECORDS.value] = records
-        state[layout.CHUNK_WORDS.value] = self.words
+        state[layout.ROWS.value] = self.words
         state[layout.PLACES.value] = places
         state[layout.CHUNKS.value] = chunks
-        # Places begin with lap 1, so that a ring of zeros has none that is open.
-        state[layout.LINES.value : records : layout.LINE_STRIDE.value] = ring << 32
-        state[self.words : places] = -1
+        # Places begin with number 1, so that a ring of zeros has none that is open.
+        state[layout.LINES.value : records : layout.LINE_STRIDE.value] = 1 << 32
+        state[self.words : self.words + chunks] = -1
         if pages % 64:
-            state[places - 1] = (1 << pages % 64) - 1
+            state[self.words + chunks - 1] = (1 << pages % 64) - 1
         self.handle = state.to(device)
         self.chunks = chunks
 

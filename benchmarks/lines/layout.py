@@ -2,17 +2,17 @@
 
     word            what                                                     written by
     0..15           geometry, immutable                                      host
-    HINTS           per copy: the first chunk that may have free pages       open, free
-    lines           per class and stripe: the line word                      malloc, open, free
-    halves          per line: a ring of places, two halves each              malloc, open
+    HINTS           per copy: the first chunk that may have free pages       malloc, free
+    lines           per class and stripe: the line word                      malloc
+    places          per line: a ring of the pages its tickets lead to        malloc
     magazines       per program index and class: a span of slots             malloc, free
-    chunk words     one per chunk: bit set = page is free                    open, free
-    page records    per page: 64 words of live bits, the page word, padding  malloc, free, open
+    rows            a bit per page, 64 pages to a word: free pages, and for  malloc, free
+                    each class those with room for half of their slots
+    page records    per page: 64 words of live bits, the page word, padding  malloc, free
 
-Line word: 0..31 credits, signed; 32..51 places opened; 52..63 sparse pages, signed (a hint).
-Half of a place: 0..22 page; 23 VOID: it has no tickets; 24..43 lap; 44..63 unused tickets, signed.
-Page word: 0..15 out; 16..31 most that is sparse; 32..37 class; 38..43 stripe; 44 SLAB;
-45..58 slots in magazines.
+Line word: 0..31 tickets left of the places opened, signed; 32..62 places opened.
+Place: 0..22 and 23..45 two pages, all bits set where there is none; 46..63 the number of the place.
+Page word: 0..23 out; 24..29 class; 30 KEPT; 31 SLAB; 32..44 half of its slots.
 Magazine: 0..22 page; 23..35 first slot; 36..49 count; 50..56 class + 1 (0 in all: empty).
 
 A page word lies beside the live bits of its page, so that the words of neighbouring pages do not
@@ -27,7 +27,7 @@ from devalloc.kernels.layout import load_immutable, program_index
 BASE = tl.constexpr(1)
 STRIPES_AND_RING = tl.constexpr(2)
 RECORDS = tl.constexpr(3)
-CHUNK_WORDS = tl.constexpr(4)
+ROWS = tl.constexpr(4)
 PLACES = tl.constexpr(5)
 CHUNKS = tl.constexpr(6)
 MAGAZINES = tl.constexpr(7)
@@ -36,34 +36,30 @@ MAGAZINE_MASK = tl.constexpr(8)
 HINTS = tl.constexpr(256)
 HINT_COPIES = tl.constexpr(32)
 HINT_STRIDE = tl.constexpr(8)
-LINES = tl.constexpr(512)
-LINE_STRIDE = tl.constexpr(80)
-LISTED = tl.constexpr(16)  # from a line word to the list of its sparse pages, page + 1 each
-SPARSE_LIST = tl.constexpr(64)
+IDLE_WORDS = tl.constexpr(512)  # where lanes swap that have nothing to swap
+IDLE_COUNT = tl.constexpr(4096)
+LINES = tl.constexpr(4608)
+LINE_STRIDE = tl.constexpr(8)
 RECORD_WORDS = tl.constexpr(68)
 PAGE_WORD = tl.constexpr(64)
 
-LINE_MASK = tl.constexpr((1 << 20) - 1)
+PLACE_MASK = tl.constexpr((1 << 31) - 1)
 OPENED = tl.constexpr(1 << 32)
-SPARSE_SHIFT = tl.constexpr(52)
-SPARSE = tl.constexpr(1 << 52)
 
 PAGE_MASK = tl.constexpr((1 << 23) - 1)
-VOID = tl.constexpr(1 << 23)
-LAP_SHIFT = tl.constexpr(24)
-LAP_MASK = tl.constexpr((1 << 20) - 1)
-UNUSED_SHIFT = tl.constexpr(44)
-OPEN_MASK = tl.constexpr((1 << 44) - 1)  # page, VOID and lap
+SECOND_SHIFT = tl.constexpr(23)
+NUMBER_SHIFT = tl.constexpr(46)
+NUMBER_MASK = tl.constexpr((1 << 18) - 1)
 
 SPAN_SLOT = tl.constexpr(23)
 SPAN_COUNT = tl.constexpr(36)
 SPAN_CLASS = tl.constexpr(50)
 
-MOST_SHIFT = tl.constexpr(16)
-CLASS_SHIFT = tl.constexpr(32)
-STRIPE_SHIFT = tl.constexpr(38)
-SLAB = tl.constexpr(1 << 44)
-CACHED_SHIFT = tl.constexpr(45)
+OUT_MASK = tl.constexpr((1 << 24) - 1)
+CLASS_SHIFT = tl.constexpr(24)
+KEPT = tl.constexpr(1 << 30)
+SLAB = tl.constexpr(1 << 31)
+HALF_SHIFT = tl.constexpr(32)
 
 
 @triton.jit
@@ -79,14 +75,21 @@ def load_records(heap):
 
 
 @triton.jit
-def load_chunk_words(heap):
-    return heap + load_immutable(heap, CHUNK_WORDS)
-
-
-@triton.jit
 def load_chunks(heap):
     """How many chunks the heap has (int32)."""
     return load_immutable(heap, CHUNKS).to(tl.int32)
+
+
+@triton.jit
+def free_row(heap):
+    """The words of the free pages, one per chunk."""
+    return heap + load_immutable(heap, ROWS)
+
+
+@triton.jit
+def class_row(heap, cls):
+    """The words of the pages of class ``cls`` that have room for half of their slots."""
+    return free_row(heap) + (cls + 1).to(tl.int64) * load_immutable(heap, CHUNKS)
 
 
 @triton.jit
@@ -112,46 +115,47 @@ def hint_ptr(heap):
 
 
 @triton.jit
-def line_ptr(heap, cls, stripe):
-    return heap + LINES + (cls.to(tl.int64) * load_stripes(heap) + stripe) * LINE_STRIDE
+def idle_ptr(heap, lane):
+    """A word that nobody reads, for a lane that must not swap anything."""
+    return heap + IDLE_WORDS + ((program_index() * 32 + lane) & (IDLE_COUNT - 1))
 
 
 @triton.jit
-def line_of(heap, word):
-    """The line word of the class and stripe in a page word."""
-    cls = (word >> CLASS_SHIFT) & 63
-    return heap + LINES + (cls * load_stripes(heap) + ((word >> STRIPE_SHIFT) & 63)) * LINE_STRIDE
+def line_ptr(heap, cls):
+    """This program's line of class ``cls``."""
+    at = cls.to(tl.int64) * load_stripes(heap) + own_stripe(heap)
+    return heap + LINES + at * LINE_STRIDE
 
 
 @triton.jit
-def ring_index(heap, cls, stripe, place):
-    """The number of a place among those of all rings. Neighbours lie in different cache lines."""
+def place_ptr(heap, cls, place):
+    """The word of a place of this program's line. Neighbours lie in different cache lines."""
     ring_log2 = load_ring_log2(heap)
     spread_log2 = tl.minimum(ring_log2, 4)
     at = place & ((1 << ring_log2) - 1)
     at = ((at & ((1 << spread_log2) - 1)) << (ring_log2 - spread_log2)) + (at >> spread_log2)
-    return ((cls.to(tl.int64) * load_stripes(heap) + stripe) << ring_log2) + at
+    line = cls.to(tl.int64) * load_stripes(heap) + own_stripe(heap)
+    return heap + load_immutable(heap, PLACES) + (line << ring_log2) + at
 
 
 @triton.jit
-def place_ptr(heap, index):
-    return heap + load_immutable(heap, PLACES) + index
+def pack_place(first, second, place):
+    """The word of a place that leads to two pages (-1: to none)."""
+    pages = (first & PAGE_MASK).to(tl.int64) + ((second & PAGE_MASK).to(tl.int64) << SECOND_SHIFT)
+    return pages + ((place & NUMBER_MASK).to(tl.int64) << NUMBER_SHIFT)
 
 
 @triton.jit
-def lap_of(heap, place):
-    """How often the ring had been through when it came to ``place`` (int64)."""
-    return ((place >> load_ring_log2(heap)) & LAP_MASK).to(tl.int64)
+def is_place(word, place):
+    """Whether the word is that of ``place``."""
+    return ((word >> NUMBER_SHIFT) & NUMBER_MASK).to(tl.int32) == (place & NUMBER_MASK)
 
 
 @triton.jit
-def place_lap(word):
-    return (word >> LAP_SHIFT) & LAP_MASK
-
-
-@triton.jit
-def place_page(word):
-    return (word & PAGE_MASK).to(tl.int32)
+def place_page(word, second):
+    """One of the two pages (int32) of a place, or -1."""
+    page = (tl.where(second, word >> SECOND_SHIFT, word) & PAGE_MASK).to(tl.int32)
+    return tl.where(page != PAGE_MASK, page, -1)
 
 
 @triton.jit
@@ -167,10 +171,10 @@ def page_word_ptr(records, page):
 
 
 @triton.jit
-def slab_word(cls, stripe, slots):
+def slab_word(cls, slots):
     """The page word of a slab with nothing out."""
-    most = (slots >> 1).to(tl.int64) << MOST_SHIFT
-    return most + (cls.to(tl.int64) << CLASS_SHIFT) + (stripe.to(tl.int64) << STRIPE_SHIFT) + SLAB
+    half = (slots >> 1).to(tl.int64) << HALF_SHIFT
+    return half + (cls.to(tl.int64) << CLASS_SHIFT) + SLAB
 
 
 @triton.jit
@@ -180,19 +184,24 @@ def page_class(word):
 
 @triton.jit
 def page_out(word):
-    return (word & 0xFFFF).to(tl.int32)
+    return (word & OUT_MASK).to(tl.int32)
 
 
 @triton.jit
-def is_sparse(word):
-    """1 (int64) for the word of a page in use of which a quarter is free, or one slot."""
-    out = page_out(word)
-    return ((out > 0) & (out <= ((word >> MOST_SHIFT) & 0xFFFF).to(tl.int32))).to(tl.int64)
+def page_half(word):
+    """Half of the slots of a slab (int32)."""
+    return ((word >> HALF_SHIFT) & 0x1FFF).to(tl.int32)
+
+
+@triton.jit
+def is_slab_of(word, cls):
+    """Whether the page with this word is a slab of class ``cls``."""
+    return ((word >> CLASS_SHIFT) & 191) == (cls.to(tl.int64) + 128)
 
 
 @triton.jit
 def bit_of(page):
-    """The bit of a page in its chunk word."""
+    """The bit of a page in the word of its chunk."""
     return (page & 0).to(tl.int64) + 1 << (page & 63).to(tl.int64)
 
 
@@ -207,3 +216,8 @@ def magazine_ptr(heap, cls):
 def span_of(page, slot, count, cls):
     word = page.to(tl.int64) + (slot.to(tl.int64) << SPAN_SLOT)
     return word + (count.to(tl.int64) << SPAN_COUNT) + ((cls + 1).to(tl.int64) << SPAN_CLASS)
+
+
+@triton.jit
+def span_count(span):
+    return ((span >> SPAN_COUNT) & 0x3FFF).to(tl.int32)

@@ -21,7 +21,7 @@ from devalloc.kernels.lanes import any_lane, lane_bits, lane_index, pick
 from devalloc.kernels.layout import program_count, program_index
 from devalloc.kernels.pages import one_of, spread
 
-from .layout import bit_of, hint_ptr, load_chunk_words, load_chunks
+from .layout import bit_of, free_row, hint_ptr, load_chunks
 
 RESIDENT = tl.constexpr(4096)  # programs that may look for pages at one time
 TRIES = tl.constexpr(40)
@@ -44,7 +44,7 @@ def find_chunk(heap, front, width, salt):
     group = one_of((width + 63) >> 6, salt)
     start = front + group * 64
     start = tl.where(start < chunks, start, front)
-    words = atomic_load(load_chunk_words(heap) + start + lane, start + lane < chunks)
+    words = atomic_load(free_row(heap) + start + lane, start + lane < chunks)
     some = lane_bits(words != 0)
     beyond = tl.where(start + 64 < chunks, start + 64, 0)
     first = tl.where(some != 0, start + lowest_bit(some), beyond)
@@ -60,7 +60,7 @@ def take_pages(heap, want, front, width):
     """A page for each lane (or scalar) in ``want``, from a window of ``width`` pages from chunk
     ``front`` on; -1 where none was found."""
     lane = lane_index(want)
-    words = load_chunk_words(heap)
+    words = free_row(heap)
     chunks = load_chunks(heap)
     width = tl.minimum(width, chunks * 64)
     guess = spread(program_index() * 5 + lane * 3, width) + front * 64
@@ -97,7 +97,7 @@ def take_any(heap, need):
     """Up to ``need`` pages (int32 scalar, at most 64) from anywhere: a block of 64, and how many of
     its lanes, from the first on, have one each."""
     lane = tl.arange(0, 64)
-    words = load_chunk_words(heap)
+    words = free_row(heap)
     chunks = load_chunks(heap)
     # One program after the other, from the front: if all is free there, no two of them meet.
     guess = program_index() * need
@@ -144,7 +144,7 @@ def take_any(heap, need):
 @triton.jit
 def give_pages(heap, page, active):
     """Make the pages of ``active`` lanes free."""
-    ptr = load_chunk_words(heap) + (page >> 6)
+    ptr = free_row(heap) + (page >> 6)
     tl.atomic_or(ptr, bit_of(page), mask=active, sem="relaxed")
 
 
@@ -155,5 +155,5 @@ def give_together(heap, first_page, count):
     here = tl.minimum(count, 64 - (first_page & 63))
     first = low_mask(here) << (first_page & 63).to(tl.int64)
     bits = tl.where(lane == 0, first, low_mask(count - here))
-    ptr = load_chunk_words(heap) + (first_page >> 6) + lane
+    ptr = free_row(heap) + (first_page >> 6) + lane
     tl.atomic_or(ptr, bits, mask=bits != 0, sem="relaxed")
