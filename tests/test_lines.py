@@ -73,3 +73,82 @@ def test_the_tables_of_the_document_are_those_of_the_newest_rows() -> None:
     text = table.DOCUMENT.read_text()
     for block in table.blocks().values():
         assert block in text
+
+
+def malloc_until_null(heap: Lines, size: int, lanes: int) -> torch.Tensor:
+    """Blocks of one size, in launches of several programs, until some are null."""
+    found = []
+    while True:
+        addrs = torch.zeros(4 * lanes, dtype=torch.int64)
+        heap.malloc(torch.full((4 * lanes,), size), addrs, lanes)
+        found.append(addrs[addrs != 0])
+        if int((addrs == 0).sum()):
+            return torch.cat(found)
+
+
+@pytest.mark.parametrize("size", [64, 1024, 4096, 32768])
+def test_a_heap_can_be_filled_to_the_last_slot_and_emptied(size: int) -> None:
+    heap = Lines(1 << 20, "cpu")
+    for _ in range(2):
+        addrs = malloc_until_null(heap, size, 32)
+        assert addrs.unique().numel() == addrs.numel() == (1 << 20) // size
+        assert heap.errors()["out of memory"] > 0
+        heap.free(addrs, torch.ones(addrs.numel(), dtype=torch.int32), 32)
+    heap.rest()
+    assert len(heap.free_pages()) == heap.pages
+
+
+@pytest.mark.parametrize("pages", [2, 22, 33, 40, 65, 129, 200])
+def test_equal_runs_fill_the_heap(pages: int) -> None:
+    heap = Lines(64 << 20, "cpu")
+    addrs = malloc_until_null(heap, pages * PAGE_BYTES, 1)
+    assert addrs.numel() >= 0.9 * (heap.pages // pages)
+    assert overlaps(addrs, torch.full((addrs.numel(),), pages * PAGE_BYTES)) == 0
+    heap.free(addrs, torch.ones(addrs.numel(), dtype=torch.int32), 1)
+    assert len(heap.free_pages()) == heap.pages
+
+
+@pytest.mark.parametrize("count", [16, 32, 64])
+def test_a_few_live_blocks_leave_room_for_a_large_one(count: int) -> None:
+    heap = Lines(count * (2 << 20), "cpu")
+    live = torch.zeros(count, dtype=torch.int64)
+    heap.malloc_scalars(live, 64, 1)
+    large = torch.zeros(1, dtype=torch.int64)
+    heap.malloc(torch.full((1,), 4 << 20), large, 1)
+    assert int(large) != 0
+
+
+def test_what_rests_serves_a_request_that_needs_it() -> None:
+    heap = Lines(1 << 20, "cpu")
+    addrs = malloc_until_null(heap, 64, 32)
+    heap.free(addrs, torch.ones(addrs.numel(), dtype=torch.int32), 32)
+    whole = torch.zeros(1, dtype=torch.int64)
+    heap.malloc(torch.full((1,), 1 << 20), whole, 1)
+    assert int(whole) != 0
+
+
+def test_wrong_frees_are_counted_and_change_nothing() -> None:
+    heap = Lines(1 << 20, "cpu")
+    addrs = torch.zeros(8, dtype=torch.int64)
+    heap.malloc(torch.tensor([64, 64, 64, 64, 1024, 40000, 70000, 16]), addrs, 8)
+    every = torch.ones(8, dtype=torch.int32)
+    heap.free(addrs.clone(), every, 8)
+    before = heap.handle.clone()
+    heap.free(addrs.clone(), every, 8)
+    inside = addrs.clone() + 16
+    inside[3:] = 5
+    heap.free(inside, every, 8)
+    errors = heap.errors()
+    assert errors["double free"] == 8
+    assert errors["invalid free"] == 8
+    heap.handle[32:112] = before[32:112]
+    assert torch.equal(heap.handle, before)
+
+
+def test_sizes_that_are_nothing_or_wrong() -> None:
+    heap = Lines(1 << 20, "cpu")
+    addrs = torch.zeros(4, dtype=torch.int64)
+    heap.malloc(torch.tensor([0, -1, 64, 1 << 40]), addrs, 4)
+    assert [bool(addr) for addr in addrs] == [False, False, True, False]
+    assert heap.errors()["invalid argument"] == 1
+    assert heap.errors()["out of memory"] == 1

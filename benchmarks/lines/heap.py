@@ -6,6 +6,7 @@ import triton.language as tl
 from devalloc.kernels.atomics import atomic_load, fence
 from devalloc.kernels.bits import comb, divide, low_mask, mix, next_bit
 from devalloc.kernels.groups import alike
+from devalloc.kernels.heap import report_failed
 from devalloc.kernels.lanes import (
     any_lane,
     count_lanes,
@@ -18,8 +19,14 @@ from devalloc.kernels.lanes import (
     width,
 )
 from devalloc.kernels.layout import (
+    E_DOUBLE_FREE,
+    E_INVALID_ARGUMENT,
+    E_INVALID_FREE,
+    E_OUT_OF_MEMORY,
     ERRORS,
     MAX_SLOT,
+    PAGE_BYTES,
+    PAGE_LOG2,
     address_of,
     class_bytes,
     class_slots,
@@ -29,18 +36,24 @@ from devalloc.kernels.layout import (
     slots_of,
 )
 from devalloc.kernels.live import STRIDE, heard, speak_for, word_period
+from devalloc.kernels.record import record_error
 
 from .layout import (
     KEPT,
     PAGE_MASK,
+    RUN,
+    SLAB,
     SPAN_CLASS,
     SPAN_COUNT,
     SPAN_SLOT,
+    bit_of,
+    free_row,
     hint_ptr,
     is_place,
     line_ptr,
     live_bit,
     load_base,
+    load_pages,
     load_records,
     magazine_ptr,
     page_class,
@@ -63,9 +76,10 @@ from .lines import (
     ticket_place,
 )
 from .pages import take_any, window
+from .search import malloc_run, search_slots
 
 GROUP = tl.constexpr(32)  # lanes of a block of several classes that are served together
-ROUNDS = tl.constexpr(32)  # tickets that a request draws before it fails
+ROUNDS = tl.constexpr(8)  # tickets that a request draws before it fails
 
 
 @triton.jit
@@ -240,10 +254,40 @@ def malloc_alike(heap, cls, same, rank, need, size, polls: tl.constexpr):
     return addr
 
 
+@triton.jit
+def malloc_rest(heap, classes, pending):
+    """Search slots for ``pending`` lanes (or a scalar), class by class. Addresses; 0 in other lanes
+    and where there is none."""
+    records = load_records(heap)
+    addr = (classes * 0).to(tl.int64)
+    while any_lane(pending):
+        cls = pick_first(classes, pending)
+        same = pending & (classes == cls)
+        found = search_slots(heap, cls, count_lanes(same))
+        granted = (found >> 32).to(tl.int32)
+        page = found.to(tl.int32)
+        rank = rank_of(same)
+        good = same & (rank < granted)
+        size = class_bytes(cls)
+        slots = slots_of(size)
+        # Neighbouring slots, from a hashed one on: they lie in different words of live bits.
+        slot = ((mix(program_index()) & 0x7FFF) * slots >> 15) + tl.where(good, rank, 0)
+        slot = tl.where(slot < slots, slot, slot - slots)
+        at = tl.where(good, page, 0)
+        granule = claim_others(records, at, slot * (size >> 4), size + rank * 0, good)
+        addr = tl.where(good, address_of(load_base(heap), at, granule), addr)
+        # Nothing is left of the class: its lanes fail.
+        pending = pending & (tl.where(granted > 0, good, same) == 0)
+    return addr
+
+
 @triton.jit(noinline=True)
 def malloc_one(heap, cls, polls: tl.constexpr):
-    """:func:`malloc_alike` for one lane."""
-    return malloc_alike(heap, cls, cls >= 0, cls * 0, cls * 0 + 1, class_bytes(cls), polls)
+    """A slot of class ``cls``, from its line or a search: the address, or 0."""
+    addr = malloc_alike(heap, cls, cls >= 0, cls * 0, cls * 0 + 1, class_bytes(cls), polls)
+    if addr == 0:
+        addr = malloc_rest(heap, cls, cls >= 0)
+    return addr
 
 
 @triton.jit
@@ -295,7 +339,7 @@ def take_span(heap, cls, count):
 
 @triton.jit
 def malloc(heap, nbytes, active, polls: tl.constexpr = 4000):
-    """Addresses of slots for int64 sizes up to 32 KiB, a scalar or a block; 0 in other lanes."""
+    """Addresses of blocks for int64 sizes, a scalar or a block; 0 in other lanes."""
     small = active & (nbytes > 0) & (nbytes <= MAX_SLOT)
     classes = size_class(tl.where(small, nbytes, 1).to(tl.int32))
     cls = tl.maximum(pick_first(classes, small), 0)
@@ -303,27 +347,28 @@ def malloc(heap, nbytes, active, polls: tl.constexpr = 4000):
     rank = rank_of(same)
     count = count_lanes(same)
     addr = nbytes * 0
+    rest = active & (nbytes != 0)
     if count == count_lanes(small):
         span = tl.full((), 0, tl.int64)
         size = class_bytes(cls)
-        if (count > 0) & (count * size * 2 <= 65536):
+        if (count > 0) & (count * size * 2 <= PAGE_BYTES):
             span = take_span(heap, cls, count)
         if span != 0:
             addr = claim_span(heap, span + (rank * 0).to(tl.int64), size, rank, same)
-            same = same & (same == 0)
-        if is_block(nbytes):
+        elif is_block(nbytes):
             if count >= slots_of(size):
-                n = divide(count, slots_of(size))
-                addr = malloc_whole(heap, cls, same, rank, n)
-                same = same & (rank >= n * slots_of(size))
-        small = same
-    if any_lane(small):
+                addr = malloc_whole(heap, cls, same, rank, divide(count, slots_of(size)))
+        rest = rest & (addr == 0)
+    if any_lane(rest):
+        small = rest & small
         if is_block(nbytes):
-            alone = count_lanes(small & (classes != cls)) == 0
-            if alone:
+            if any_lane(small & (classes != cls)) == 0:
                 left = count_lanes(small)
-                some = malloc_alike(heap, cls, small, rank_of(small), left, class_bytes(cls), polls)
-                addr = tl.where(small, some, addr)
+                if (left > 0) & (left < class_slots(cls)):
+                    more = malloc_alike(
+                        heap, cls, small, rank_of(small), left, class_bytes(cls), polls
+                    )
+                    addr = tl.where(small, more, addr)
             elif width(nbytes) > GROUP:
                 # A few lanes at a time: wider, this would decide how many registers it needs.
                 lane = lane_index(nbytes)
@@ -336,41 +381,105 @@ def malloc(heap, nbytes, active, polls: tl.constexpr = 4000):
                     addr = tl.where(mine, tl.gather(part, tl.where(mine, lane - at, 0), 0), addr)
                     at = first_lane(small & (lane >= at + GROUP)) & -GROUP
             else:
-                some = malloc_mixed(heap, classes, small, polls)
-                addr = tl.where(small, some, addr)
+                more = malloc_mixed(heap, classes, small, polls)
+                addr = tl.where(small, more, addr)
+            rest = rest & (addr == 0)
+            if any_lane(rest):
+                more = malloc_rest(heap, classes, rest & (nbytes > 0) & (nbytes <= MAX_SLOT))
+                addr = tl.where(rest, more, addr)
+                large = rest & (nbytes > MAX_SLOT)
+                at = first_lane(large)
+                while at < width(large):
+                    run = malloc_run(heap, ((pick(nbytes, at) - 1) >> PAGE_LOG2) + 1)
+                    addr = tl.where(lane_index(large) == at, run, addr)
+                    at = first_lane(large & (lane_index(large) > at))
+                report_failed(heap, nbytes, rest & (addr == 0))
         else:
-            addr = malloc_one(heap, cls, polls)
+            addr = malloc_scalar(heap, nbytes, polls)
     tl.debug_barrier()
     return addr
 
 
+@triton.jit(noinline=True)
+def malloc_scalar(heap, nbytes, polls: tl.constexpr):
+    """:func:`malloc` for a scalar size that is not 0, when the magazine has nothing."""
+    addr = nbytes * 0
+    if nbytes > MAX_SLOT:
+        addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
+    elif nbytes > 0:
+        addr = malloc_one(heap, size_class(nbytes.to(tl.int32)), polls)
+    if addr == 0:
+        kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
+        record_error(heap, kind + 0, addr, nbytes, kind * 0 + 1)
+    return addr
+
+
+# free ---------------------------------------------------------------------------------------------
+
+
+@triton.jit(noinline=True)
+def report_wrong(heap, addr):
+    """Record that ``addr`` (int64 scalar), which is not 0, was freed though nothing lives there: a
+    double free if a block could have begun there, or else an invalid one. Returns 0."""
+    inside, page, granule = locate(heap, addr, addr != 0)
+    word = atomic_load(page_word_ptr(load_records(heap), page))
+    size = class_bytes(page_class(word))
+    slot = divide(granule << 4, size)
+    begins = ((word & SLAB) != 0) & (slot * size == granule << 4) & (slot < slots_of(size))
+    free = (atomic_load(free_row(heap) + (page >> 6)) & bit_of(page)) != 0
+    double = inside & (begins | free | (((word & RUN) != 0) & (granule == 0)))
+    kind = tl.where(double, E_DOUBLE_FREE, E_INVALID_FREE)
+    record_error(heap, kind + 0, addr, addr * 0, kind * 0 + 1)
+    return kind * 0
+
+
 @triton.jit
-def free_scalar(heap, addr, active, page, granule):
-    """free of one address."""
+def locate(heap, addr, active):
+    """``(inside, page, granule)``: whether it is an aligned address of the heap and the lane is
+    active; its page and granule, or else 0 and 0."""
+    base = load_base(heap)
+    end = load_pages(heap).to(tl.int64) << PAGE_LOG2
+    inside = active & (addr >= base) & (addr - base < end) & ((addr & 15) == 0)
+    page, granule = place_of(base, tl.where(inside, addr, base))
+    return inside, page, granule
+
+
+@triton.jit
+def free_scalar(heap, addr, inside, page, granule):
+    """free of one address, which is not 0."""
     records = load_records(heap)
     lane = tl.arange(0, 2)
-    ptr, bit = live_bit(records, page, granule)
-    ptr = tl.where(lane == 0, ptr + lane * 0, page_word_ptr(records, page) + lane * 0)
-    change = tl.where(lane == 0, bit ^ -1, -1)
-    old = tl.atomic_and(ptr, change, mask=(lane >= 0) & active, sem="relaxed")
+    bit_ptr, bit = live_bit(records, page, granule)
+    # The live bit and the page word, in one round trip to memory.
+    ptr = tl.where(lane == 0, bit_ptr + lane * 0, page_word_ptr(records, page) + lane * 0)
+    change = tl.where((lane == 0) & (lane * 0 == 1 - inside.to(tl.int32)), bit ^ -1, -1)
+    old = tl.atomic_and(ptr, change, sem="relaxed")
     word = pick(old, 1)
-    if active & ((pick(old, 0) & bit) != 0):
+    if inside & ((pick(old, 0) & bit) != 0):
         cls = page_class(word)
         size = class_bytes(cls)
-        kept = size > 32768
-        if size * 2 <= 65536:
+        kept = size > PAGE_BYTES
+        if ((word & SLAB) != 0) & (size * 2 <= PAGE_BYTES):
             span = span_of(page, divide(granule << 4, size), page * 0 + 1, cls)
             kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
         if kept == 0:
-            account = page_word_ptr(records, page)
-            one = (page & 0).to(tl.int64) + 1
-            now = tl.atomic_add(account, -one, sem="relaxed") - one
-            leave_account(heap, page, now, page * 0 + 1, active)
+            leave_one(heap, page)
+    else:
+        report_wrong(heap, addr)
+
+
+@triton.jit(noinline=True)
+def leave_one(heap, page):
+    """Take one slot, or a run, out of the account of ``page`` (int32 scalar). Returns 0."""
+    one = (page & 0).to(tl.int64) + 1
+    now = tl.atomic_add(page_word_ptr(load_records(heap), page), -one, sem="relaxed") - one
+    leave_account(heap, page, now, page * 0 + 1, page >= 0)
+    return page * 0
 
 
 @triton.jit
-def free_block(heap, active, page, granule):
-    """free of a block."""
+def free_block(heap, addr, given, active, page, granule):
+    """free of a block. The ``active`` lanes of those ``given`` lie in the heap."""
     records = load_records(heap)
     ptr, bit = live_bit(records, page, granule)
     counts = granule * 0 + 1
@@ -378,6 +487,7 @@ def free_block(heap, active, page, granule):
     count = count_lanes(active)
     first_page = pick(page, 0)
     first = pick(granule, 0)
+    # (If the pages are far apart, this may be any number. Then the lanes are not in order.)
     unit = pick((page << 12) + granule, 1) - ((first_page << 12) + first)
     at = first + lane * unit
     there = (page == first_page + (at >> 12)) & (granule == (at & 4095))
@@ -401,26 +511,37 @@ def free_block(heap, active, page, granule):
         word = atomic_load(page_word_ptr(records, page), lane == 0)
     old = tl.atomic_and(ptr, bits ^ -1, mask=speaks, sem="relaxed")
     wrong = tl.where(speaks, (old & bits) ^ bits, 0)
+    failed = given & (active == 0)
+    if any_lane(wrong != 0):
+        hit = wrong != 0
+        if together:
+            # (For each word the first of its consecutive slots has spoken.)
+            period_log2, _apart = word_period(unit)
+            speaker = lane - (before >> period_log2 << period_log2)
+            hit = (tl.gather(wrong, speaker, 0) & bit) != 0
+        failed = failed | (active & hit)
+        active = active & (hit == 0)
+        together = together != together
+        one_page = together
     kept = first < 0
     if one_page:
-        cls = page_class(pick(word, 0))
+        state = pick(word, 0)
+        cls = page_class(state)
         slot = divide(first, unit)
-        if (class_bytes(cls) == unit << 4) & (slot * unit == first) & (any_lane(wrong != 0) == 0):
+        fits = ((state & SLAB) != 0) & (class_bytes(cls) == unit << 4) & (slot * unit == first)
+        if fits:
             span = span_of(first_page, slot, count, cls)
             kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
     if kept == 0:
         speaks = active & (before == 0)
-        if (together == 0) & (count > 1):
+        if together == 0:
             leader, _rank, counts = alike(page, active)
             speaks = active & (leader == lane)
-        if any_lane(wrong != 0):
-            speaks = active & (wrong == 0)
-            counts = counts * 0 + 1
         change = counts.to(tl.int64)
         ptr = page_word_ptr(records, page)
         now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change
         if together & (first + count * unit > 4096):
-            # The pages follow one another: some lanes retire those of all.
+            # The pages follow one another: a few lanes retire them.
             few = tl.arange(0, 16)
             done = first * 0
             pages = (first + count * unit + 4095) >> 12
@@ -431,22 +552,25 @@ def free_block(heap, active, page, granule):
                 lead = tl.where(inside, lead, 0)
                 words = tl.gather(now, lead, 0)
                 left = tl.gather(counts, lead, 0)
-                leave_pages(
-                    heap, first_page + done, tl.minimum(pages - done, 16), words, left, inside
-                )
+                some = tl.minimum(pages - done, 16)
+                leave_pages(heap, first_page + done, some, words, left, inside)
                 done += 16
         else:
             leave_account(heap, page, now, counts, speaks)
+    at = first_lane(failed)
+    while at < width(failed):
+        report_wrong(heap, pick(addr, at))
+        at = first_lane(failed & (lane > at))
 
 
 @triton.jit
 def free(heap, addr, active):
-    """Free slots at int64 addresses that malloc gave; 0 is ignored."""
-    active = active & (addr != 0)
-    base = load_base(heap)
-    page, granule = place_of(base, tl.where(active, addr, base))
+    """Free blocks at int64 addresses that malloc gave; 0 is ignored."""
+    given = active & (addr != 0)
+    inside, page, granule = locate(heap, addr, given)
+    # What this program wrote happens before anything that the next owner does.
     fence(heap + ERRORS)
     if is_block(active):
-        free_block(heap, active, page, granule)
-    else:
-        free_scalar(heap, addr, active, page, granule)
+        free_block(heap, addr, given, inside, page, granule)
+    elif given:
+        free_scalar(heap, addr, inside, page, granule)

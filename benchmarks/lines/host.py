@@ -9,6 +9,7 @@ import triton.language as tl
 import devalloc
 from benchmarks.lines import layout
 from benchmarks.lines.heap import free, malloc
+from benchmarks.lines.search import take_what_rests
 from devalloc import kernels as da
 from devalloc.sizes import PAGE_BYTES
 
@@ -91,6 +92,11 @@ def churn_kernel(heap, wrong, n, size, rounds, LINES: tl.constexpr, LANES: tl.co
         release(heap, addr, got, LINES)
         done += 1
     tl.atomic_add(wrong, tl.sum(bad, axis=0))
+
+
+@triton.jit
+def rest_kernel(heap, rested):
+    tl.store(rested, take_what_rests(heap).to(tl.int64))
 
 
 class Raced:
@@ -185,6 +191,7 @@ class Lines(Raced):
         state[layout.ROWS.value] = self.words
         state[layout.PLACES.value] = places
         state[layout.CHUNKS.value] = chunks
+        state[layout.PAGES.value] = pages
         # Places begin with number 1, so that a ring of zeros has none that is open.
         state[layout.LINES.value : records : layout.LINE_STRIDE.value] = 1 << 32
         state[self.words : self.words + chunks] = -1
@@ -192,6 +199,17 @@ class Lines(Raced):
             state[self.words + chunks - 1] = (1 << pages % 64) - 1
         self.handle = state.to(device)
         self.chunks = chunks
+
+    def rest(self) -> int:
+        """Take what rests: spans out of magazines, and empty pages that are kept."""
+        rested = torch.zeros(1, dtype=torch.int64, device=self.handle.device)
+        rest_kernel[(1,)](self.handle, rested)
+        return int(rested)
+
+    def errors(self) -> dict[str, int]:
+        """How many errors of each kind there were."""
+        kinds = ("double free", "invalid free", "out of memory", "invalid argument")
+        return dict(zip(kinds, self.handle[32:36].tolist(), strict=True))
 
     def free_pages(self) -> list[int]:
         """The numbers of the free pages."""

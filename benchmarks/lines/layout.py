@@ -2,6 +2,7 @@
 
     word            what                                                     written by
     0..15           geometry, immutable                                      host
+    32..111         errors and their records, as in the heap                 malloc, free
     HINTS           per copy: the first chunk that may have free pages       malloc, free
     lines           per class and stripe: the line word                      malloc
     places          per line: a ring of the pages its tickets lead to        malloc
@@ -12,7 +13,7 @@
 
 Line word: 0..31 tickets left of the places opened, signed; 32..62 places opened.
 Place: 0..22 and 23..45 two pages, all bits set where there is none; 46..63 the number of the place.
-Page word: 0..23 out; 24..29 class; 30 KEPT; 31 SLAB; 32..44 half of its slots.
+Page word: 0..23 out; 24..29 class; 30 KEPT; 31 SLAB; 32..44 half of its slots; 45 RUN.
 Magazine: 0..22 page; 23..35 first slot; 36..49 count; 50..56 class + 1 (0 in all: empty).
 
 A page word lies beside the live bits of its page, so that the words of neighbouring pages do not
@@ -32,6 +33,7 @@ PLACES = tl.constexpr(5)
 CHUNKS = tl.constexpr(6)
 MAGAZINES = tl.constexpr(7)
 MAGAZINE_MASK = tl.constexpr(8)
+PAGES = tl.constexpr(9)
 
 HINTS = tl.constexpr(256)
 HINT_COPIES = tl.constexpr(32)
@@ -42,6 +44,7 @@ LINES = tl.constexpr(4608)
 LINE_STRIDE = tl.constexpr(8)
 RECORD_WORDS = tl.constexpr(68)
 PAGE_WORD = tl.constexpr(64)
+LENGTH = tl.constexpr(1)  # from a page word to the pages of a run
 
 PLACE_MASK = tl.constexpr((1 << 31) - 1)
 OPENED = tl.constexpr(1 << 32)
@@ -60,6 +63,7 @@ CLASS_SHIFT = tl.constexpr(24)
 KEPT = tl.constexpr(1 << 30)
 SLAB = tl.constexpr(1 << 31)
 HALF_SHIFT = tl.constexpr(32)
+RUN = tl.constexpr(1 << 45)
 
 
 @triton.jit
@@ -78,6 +82,12 @@ def load_records(heap):
 def load_chunks(heap):
     """How many chunks the heap has (int32)."""
     return load_immutable(heap, CHUNKS).to(tl.int32)
+
+
+@triton.jit
+def load_pages(heap):
+    """How many pages the heap has (int32)."""
+    return load_immutable(heap, PAGES).to(tl.int32)
 
 
 @triton.jit

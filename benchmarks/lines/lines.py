@@ -17,19 +17,18 @@ import triton.language as tl
 from devalloc.kernels.atomics import atomic_cas, atomic_load
 from devalloc.kernels.bits import divide, mix, next_bit
 from devalloc.kernels.groups import alike, from_leader
-from devalloc.kernels.lanes import (
-    any_lane,
-    count_lanes,
-    is_block,
-    lane_index,
-)
+from devalloc.kernels.lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick
+from devalloc.kernels.lanes import width as width_of
 from devalloc.kernels.layout import program_index
 from devalloc.kernels.pages import spread
 
 from .layout import (
     KEPT,
+    LENGTH,
     OPENED,
+    OUT_MASK,
     PLACE_MASK,
+    RUN,
     SLAB,
     bit_of,
     class_row,
@@ -48,7 +47,7 @@ from .layout import (
     place_ptr,
     slab_word,
 )
-from .pages import give_pages, give_together, take_pages
+from .pages import give_pages, give_run, give_together, take_pages
 
 LOOKS = tl.constexpr(4)  # at how many words of the row of its class an opener looks
 
@@ -116,6 +115,18 @@ def retire(heap, page, word, idle, listed):
     return won
 
 
+@triton.jit(noinline=True)
+def retire_run(heap, page, word):
+    """Give back the pages of the run at ``page``, which has nothing out by its word, unless it was
+    given back since. Returns 0."""
+    ptr = page_word_ptr(load_records(heap), page)
+    length = atomic_load(ptr + LENGTH).to(tl.int32)
+    if atomic_cas(ptr, word, word & 0) == word:
+        give_run(heap, page, length)
+        tl.atomic_min(hint_ptr(heap), (page >> 6).to(tl.int64), sem="relaxed")
+    return page * 0
+
+
 @triton.jit
 def leave_account(heap, page, now, counts, speaks):
     """What follows after ``counts`` left the accounts of pages, which left their words ``now``."""
@@ -128,11 +139,16 @@ def leave_account(heap, page, now, counts, speaks):
     crossed = slab & (out > 0) & (out <= half) & above
     row = class_row(heap, page_class(now)) + (page >> 6)
     tl.atomic_or(row, bit_of(page), mask=crossed, sem="relaxed")
-    if any_lane(idle):
+    runs = speaks & ((now & (RUN + OUT_MASK)) == RUN)
+    if any_lane(idle | runs):
         won = retire(heap, page, now, idle, above == 0)
         give_pages(heap, page, won)
         hints = hint_ptr(heap) + page * 0
         tl.atomic_min(hints, (page >> 6).to(tl.int64), mask=won, sem="relaxed")
+        at = first_lane(runs)
+        while at < width_of(runs):
+            retire_run(heap, pick(page, at), pick(now, at))
+            at = first_lane(runs & (lane_index(runs) > at))
 
 
 @triton.jit

@@ -157,3 +157,23 @@ def give_together(heap, first_page, count):
     bits = tl.where(lane == 0, first, low_mask(count - here))
     ptr = free_row(heap) + (first_page >> 6) + lane
     tl.atomic_or(ptr, bits, mask=bits != 0, sem="relaxed")
+
+
+@triton.jit
+def run_bits(page, n, chunk):
+    """The bits, in the word of ``chunk`` (a block), of the ``n`` pages from ``page`` on."""
+    low = tl.minimum(tl.maximum(page - chunk * 64, 0), 64)
+    high = tl.minimum(tl.maximum(page + n - chunk * 64, 0), 64)
+    return low_mask(high) & (low_mask(low) ^ -1)
+
+
+@triton.jit(noinline=True)
+def give_run(heap, page, n):
+    """Make the ``n`` pages from ``page`` on (int32 scalars) free. Returns 0."""
+    lane = tl.arange(0, 64)
+    at = page >> 6
+    while at * 64 < page + n:
+        bits = run_bits(page, n, at + lane)
+        tl.atomic_or(free_row(heap) + at + lane, bits, mask=bits != 0, sem="relaxed")
+        at += 64
+    return n * 0

@@ -1,0 +1,276 @@
+"""What is done when lines and guesses find nothing: exact searches, and runs of pages.
+
+A search looks everywhere: for free pages, for pages of the class with room, and then it takes what
+rests: spans out of magazines, and kept pages with nothing out. It gives up when a pass finds
+nothing, and saw the same words as the pass before it, or after PASSES of them. So it fails only if
+nothing was free at some time, or if others kept taking and giving meanwhile.
+"""
+
+import triton
+import triton.language as tl
+
+from devalloc.kernels.atomics import atomic_load, fence
+from devalloc.kernels.bits import lowest_bit, lsr, mix, next_bit, popcount, run_starts
+from devalloc.kernels.lanes import any_lane, count_lanes, pick, rank_of
+from devalloc.kernels.layout import (
+    ERRORS,
+    address_of,
+    class_slots,
+    load_immutable,
+    program_count,
+    program_index,
+)
+from devalloc.kernels.pages import one_of
+
+from .layout import (
+    LENGTH,
+    MAGAZINE_MASK,
+    MAGAZINES,
+    PAGE_MASK,
+    PAGE_WORD,
+    RUN,
+    SLAB,
+    bit_of,
+    class_row,
+    free_row,
+    is_slab_of,
+    load_base,
+    load_chunks,
+    load_pages,
+    load_records,
+    page_out,
+    page_word_ptr,
+    slab_word,
+    span_count,
+)
+from .lines import leave_account, promise, retire
+from .pages import give_pages, give_run, run_bits
+
+PASSES = tl.constexpr(16)
+FAR = tl.constexpr(1 << 30)
+
+
+@triton.jit(noinline=True)
+def take_what_rests(heap):
+    """Empty all magazines, and retire pages that are kept with nothing out. Returns how many there
+    were (int32)."""
+    lane = tl.arange(0, 64)
+    records = load_records(heap)
+    magazines = heap + load_immutable(heap, MAGAZINES)
+    last = load_immutable(heap, MAGAZINE_MASK).to(tl.int32)
+    some = last * 0
+    at = last * 0
+    while at <= last:
+        here = at + lane <= last
+        full = here & (atomic_load(magazines + at + lane, here) != 0)
+        if any_lane(full):
+            nothing = (lane * 0).to(tl.int64)
+            span = tl.atomic_xchg(magazines + at + lane, nothing, mask=full, sem="relaxed")
+            full = full & (span != 0)
+            page = tl.where(full, span & PAGE_MASK, 0).to(tl.int32)
+            counts = tl.where(full, span_count(span), 0)
+            change = counts.to(tl.int64)
+            ptr = page_word_ptr(records, page)
+            now = tl.atomic_add(ptr, -change, mask=full, sem="relaxed") - change
+            leave_account(heap, page, now, counts, full)
+            some += count_lanes(full)
+        at += 64
+    pages = load_pages(heap)
+    at = last * 0
+    while at < pages:
+        page = tl.minimum(at + lane, pages - 1)
+        word = atomic_load(page_word_ptr(records, page), at + lane < pages)
+        idle = ((word & SLAB) != 0) & (page_out(word) == 0)
+        if any_lane(idle):
+            won = retire(heap, page, word, idle, idle)
+            give_pages(heap, page, won)
+            some += count_lanes(won)
+        at += 64
+    return some
+
+
+@triton.jit
+def one_promise(heap, cls, page, need, slots):
+    """What a search returns: ``page``, and how many of its slots were promised, shifted by 32."""
+    granted = promise(heap, page, cls, need, slots, page >= 0)
+    if granted < need:
+        back = (need - granted).to(tl.int64)
+        ptr = page_word_ptr(load_records(heap), page)
+        now = tl.atomic_add(ptr, -back, sem="relaxed") - back
+        leave_account(heap, page, now, need - granted, need > granted)
+    return tl.where(granted > 0, page.to(tl.int64) + (granted.to(tl.int64) << 32), 0)
+
+
+@triton.jit
+def free_page(heap, cls, slots, need, page):
+    """What a search returns for ``page``, which it took: the page becomes one of class ``cls``."""
+    state = slab_word(cls, slots) + need.to(tl.int64)
+    tl.atomic_add(page_word_ptr(load_records(heap), page), state, sem="relaxed")
+    return page.to(tl.int64) + (need.to(tl.int64) << 32)
+
+
+@triton.jit(noinline=True)
+def search_slots(heap, cls, need):
+    """Promise up to ``need`` slots of class ``cls`` (int32 scalars) in one page, wherever they are.
+    Returns the page (lower half) and how many (upper half); 0 if there is none."""
+    lane = tl.arange(0, 64)
+    slots = class_slots(cls)
+    chunks = load_chunks(heap)
+    wanted = tl.minimum(need, slots)
+    found = (need * 0).to(tl.int64)
+    before = found
+    passes = need * 0
+    while (found == 0) & (passes < PASSES):
+        seen = found & 0
+        # Pages of the class with room for half of their slots, then free pages, of 64 chunks at a
+        # time; then all pages of the class.
+        kind = need * 0
+        while (found == 0) & (kind < 3):
+            row = tl.where(kind == 0, class_row(heap, cls), free_row(heap))
+            end = tl.where(kind == 2, load_pages(heap), chunks)
+            at = need * 0
+            tries = need * 0
+            while (found == 0) & (at < end):
+                here = at + lane < end
+                if kind == 2:
+                    word = atomic_load(page_word_ptr(load_records(heap), at + lane), here)
+                    word = tl.where(is_slab_of(word, cls), word, 0)
+                    some = here & (word != 0) & (page_out(word) < slots)
+                else:
+                    word = atomic_load(row + at + lane, here)
+                    some = word != 0
+                seen += tl.sum(tl.where(tries == 0, word, 0), axis=0)
+                count = count_lanes(some)
+                if count > 0:
+                    salt = mix(program_index() + tries * 977 + passes * 7919)
+                    chosen = some & (rank_of(some) == one_of(count, salt))
+                    index = at + tl.sum(tl.where(chosen, lane, 0), axis=0)
+                    if kind == 2:
+                        found = one_promise(heap, cls, index, wanted, slots)
+                    else:
+                        bit = next_bit(pick(word, index - at), (salt >> 16) & 63)
+                        old = tl.atomic_and(row + index, bit_of(bit) ^ -1, sem="relaxed")
+                        if (old & bit_of(bit)) != 0:
+                            page = index * 64 + bit
+                            if kind == 0:
+                                found = one_promise(heap, cls, page, wanted, slots)
+                            else:
+                                found = free_page(heap, cls, slots, wanted, page)
+                            if wanted <= (slots >> 1):
+                                # (Others may use the rest.)
+                                rest = tl.where(found != 0, bit_of(bit), 0)
+                                tl.atomic_or(class_row(heap, cls) + index, rest, sem="relaxed")
+                # (Others were there first: look at the same words again, but not for ever.)
+                tries = tl.where((count > 0) & (tries < PASSES), tries + 1, 0)
+                at += tl.where(tries > 0, 0, 64)
+            kind += 1
+        passes += 1
+        if found == 0:
+            rested = take_what_rests(heap)
+            if (rested == 0) & (passes > 1) & (seen == before):
+                passes += PASSES
+            before = seen
+    return found
+
+
+# Runs ---------------------------------------------------------------------------------------------
+
+
+@triton.jit(noinline=True)
+def take_run(heap, page, n):
+    """Take the ``n`` pages from ``page`` on (int32 scalars) if all are free. Returns whether."""
+    lane = tl.arange(0, 64)
+    at = page >> 6
+    took = page * 0 + 1
+    while (took != 0) & (at * 64 < page + n):
+        bits = run_bits(page, n, at + lane)
+        old = tl.atomic_and(free_row(heap) + at + lane, bits ^ -1, mask=bits != 0, sem="relaxed")
+        got = tl.where(bits != 0, old & bits, 0)
+        if any_lane(got != bits):
+            # Somebody has some of them: all that we took goes back.
+            tl.atomic_or(free_row(heap) + at + lane, got, mask=got != 0, sem="relaxed")
+            if at > (page >> 6):
+                give_run(heap, page, at * 64 - page)
+            took = took * 0
+        at += 64
+    return took
+
+
+@triton.jit
+def greater(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def top_ones(x):
+    """How many of the upper bits of int64 ``x`` are set, down to the first that is not (int32)."""
+    zeros = x ^ -1
+    step = tl.full((), 1, tl.int64)
+    while step < 64:
+        zeros = zeros | lsr(zeros, step)
+        step = step * 2
+    return 64 - popcount(zeros)
+
+
+@triton.jit(noinline=True)
+def find_run(heap, n):
+    """Take the first ``n`` adjacent free pages (int32 scalar). Returns the first page, -1 if there
+    are no such pages, after as many passes as a search makes."""
+    lane = tl.arange(0, 64)
+    chunks = load_chunks(heap)
+    found = n * 0 - 1
+    before = (n * 0).to(tl.int64)
+    passes = n * 0
+    # Programs that want runs at one time look one behind the other: all free, and no two meet.
+    guess = program_index().to(tl.int64) * n
+    if (program_count() > 1) & (guess + n <= load_pages(heap)):
+        if take_run(heap, guess.to(tl.int32), n) != 0:
+            found = guess.to(tl.int32)
+    while (found < 0) & (passes < PASSES):
+        seen = before & 0
+        at = n * 0
+        begin = n * 0  # where the free pages begin that reach to the end of the last word
+        while (found < 0) & (at < chunks):
+            word = atomic_load(free_row(heap) + at + lane, at + lane < chunks)
+            seen += tl.sum(word * (2 * lane + 1).to(tl.int64), axis=0)
+            chunk = (at + lane) * 64
+            word = word & (run_bits(begin * 0, begin, at + lane) ^ -1)
+            starts = tl.where(word == -1, -1, chunk + 64 - top_ones(word))
+            starts = tl.maximum(tl.associative_scan(starts, 0, greater), begin)
+            earlier = tl.where(lane == 0, begin, tl.gather(starts, tl.maximum(lane - 1, 0), 0))
+            across = chunk + lowest_bit(word ^ -1) - earlier >= n
+            inside = tl.where(n <= 64, run_starts(word, tl.minimum(n, 64)), 0)
+            fits = tl.where(inside != 0, chunk + lowest_bit(inside), FAR)
+            fits = tl.where(across, earlier, fits)
+            page = tl.min(fits, axis=0)
+            if page < FAR:
+                if take_run(heap, page, n) != 0:
+                    found = page
+            # (Otherwise somebody was there first: on from the next page.)
+            again = (found < 0) & (page < FAR)
+            begin = tl.where(again, page + 1, pick(starts, 63))
+            at += tl.where(again, 0, 64)
+        passes += 1
+        if found < 0:
+            rested = take_what_rests(heap)
+            if (rested == 0) & (passes > 1) & (seen == before):
+                passes += PASSES
+            before = seen
+    return found
+
+
+@triton.jit(noinline=True)
+def malloc_run(heap, length):
+    """Allocate ``length`` pages (int64 scalar): the address, or 0."""
+    addr = length * 0
+    if length <= load_pages(heap):
+        page = find_run(heap, length.to(tl.int32))
+        if page >= 0:
+            # What the pages' last owners did happens before us.
+            fence(heap + ERRORS)
+            ptr = page_word_ptr(load_records(heap), page)
+            tl.atomic_xchg(ptr + LENGTH, length, sem="relaxed")
+            tl.atomic_add(ptr, (length & 0) + (RUN + 1), sem="relaxed")
+            tl.atomic_or(ptr - PAGE_WORD, (length & 0) + 1, sem="relaxed")
+            addr = address_of(load_base(heap), page, page * 0)
+    return addr
