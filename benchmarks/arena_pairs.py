@@ -15,8 +15,8 @@ import torch
 
 import devalloc
 from benchmarks.harness import Samples
-from devalloc import tensors
-from devalloc.tensors import TensorStay, _blank
+from devalloc.arena import tensors
+from devalloc.arena.tensors import TensorStay, _blank
 
 Empty = Callable[[tuple[int, ...]], torch.Tensor]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from devalloc.heap_state import Geometry
+from devalloc.heap.state import Geometry
 from devalloc.kernels import batches as policy
 from devalloc.kernels import slabs
 from devalloc.sizes import CLASS_SIZES, PAGE_BYTES

@@ -13,7 +13,7 @@ from benchmarks import rows as plan
 from benchmarks.cuda_malloc import CudaMalloc
 from benchmarks.harness import Clock, Samples, WrongResult, clock_for, require, verify
 from benchmarks.rows import Row
-from devalloc.debug_table import GUARD_BYTES
+from devalloc.heap.debug_table import GUARD_BYTES
 
 Launch = Callable[[], object]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from devalloc.regions.host_memory import PIECE, HostMemory
+from devalloc.arena.regions.host_memory import PIECE, HostMemory
 from devalloc.sources import HostSource, Segment
 from devalloc.sources.libc import populate
 

@@ -23,7 +23,7 @@ import torch
 from benchmarks.results import ROOT
 from benchmarks.trace_workloads import WORKLOADS
 from devalloc.replay.files import save_compact
-from devalloc.replay.pytorch import snapshot_trace
+from devalloc.replay.torch_snapshots import snapshot_trace
 from devalloc.replay.trace import Trace
 from devalloc.sizes import format_size
 

@@ -246,7 +246,7 @@ def replay(
 
     from devalloc.replay.files import load_trace
     from devalloc.replay.policies import chosen_policies, replay_policies
-    from devalloc.replay.report import describe_trace, replay_table, require_room, save_plot
+    from devalloc.replay.summary import describe_trace, replay_table, require_room, save_plot
 
     chosen = chosen_policies(policies)
     trace = load_trace(trace_file, device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from devalloc import CorruptionError, Heap
-from devalloc.heap_state import RUN, SLAB, Geometry
+from devalloc.heap.state import RUN, SLAB, Geometry
 from devalloc.kernels import layout
 from devalloc.sizes import CLASS_SIZES, PAGE_BYTES
 from tests.support import assert_empty

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from devalloc import Heap
-from devalloc.heap_state import State
+from devalloc.heap.state import State
 from devalloc.kernels import batches, layout, pages
 from devalloc.sizes import CLASS_SIZES, PAGE_BYTES
 from devalloc.sources import HostSource

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from devalloc import Heap, InvalidArgument, InvalidFree, OutOfMemory
-from devalloc.debug_table import GUARD_BYTES
-from devalloc.heap_state import FREE, RUN, SLAB, Geometry
+from devalloc.heap.debug_table import GUARD_BYTES
+from devalloc.heap.state import FREE, RUN, SLAB, Geometry
 from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, PAGE_BYTES
 from tests.support import (
     DEVICE,

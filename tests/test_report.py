@@ -8,7 +8,7 @@ import pytest
 
 import devalloc
 from devalloc.errors import InvalidArgument
-from devalloc.heap_state import FREE, RUN, SLAB, Snapshot
+from devalloc.heap.state import FREE, RUN, SLAB, Snapshot
 from devalloc.report.environment import inspect_environment
 from devalloc.report.memory_map import (
     BAR_STEPS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from devalloc import Heap, InvalidArgument, InvalidPointer
-from devalloc import rows as host_rows
+from devalloc.heap import jagged as host_rows
 from tests.support import DEVICE, assert_empty, error_counts, int64
 
 pytestmark = pytest.mark.oldest

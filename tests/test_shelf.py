@@ -11,7 +11,7 @@ import triton.language as tl
 
 from devalloc import Heap
 from devalloc import kernels as da
-from devalloc.heap_state import MIN_SHELF
+from devalloc.heap.state import MIN_SHELF
 from devalloc.kernels import layout
 from devalloc.sizes import PAGE_BYTES
 from tests.support import error_counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from devalloc.arena_options import LEGACY_DEFAULT
+from devalloc.arena.options import LEGACY_DEFAULT
 from devalloc.errors import DevallocError, InvalidArgument
 
 try:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from devalloc import Arena, InvalidArgument
-from devalloc.cache import reuse as module
+from devalloc.arena.cache import reuse as module
 from tests.arena.support import MIB, FakeStreams
 
 SHAPE = (1000,)

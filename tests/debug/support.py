@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from devalloc import Heap, LeakWarning
-from devalloc.debug_table import GUARD_BYTES, Fault
+from devalloc.heap.debug_table import GUARD_BYTES, Fault
 from devalloc.sizes import PAGE_BYTES
 from tests import user_kernels as uk
 from tests.debug import kernels as dk

@@ -1,0 +1,175 @@
+"""What happened, where in the program, and what there is now, all in PyTorch's format.
+
+Entries have the keys of ``torch.cuda.memory._snapshot()["device_traces"]``.
+``torch.cuda._memory_viz`` and the viewer at https://pytorch.org/memory_viz read a pickle
+(protocol 4) of what `snapshot` returns: plain types only.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from devalloc.arena.store.blocks import FREE, LIVE, PENDING, Block, Segment
+from devalloc.errors import InvalidArgument
+from devalloc.sizes import require_count
+
+if TYPE_CHECKING:
+    from devalloc.arena.store.store import Request, Store
+
+Frames = list[dict[str, object]]
+
+_ARENA = __file__.rsplit("/", 2)[0]
+_HERE = tuple(f"{_ARENA}/{room}/" for room in ("cache", "policies", "store"))
+_MAX_FRAMES = 64
+_STATES = {FREE: "inactive", LIVE: "active_allocated", PENDING: "active_pending_free"}
+
+
+def _python_stack() -> Frames:
+    """Frames of the calling program, innermost first, without those of `devalloc.cache`."""
+    frames: Frames = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(frames) < _MAX_FRAMES:
+        code = frame.f_code
+        if not code.co_filename.startswith(_HERE):
+            frames.append(
+                {"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name}
+            )
+        frame = frame.f_back
+    return frames
+
+
+class History:
+    """A ring of events, and the stacks of the blocks that are live now."""
+
+    def __init__(self) -> None:
+        self.recording = False
+        self.frames: dict[int, Frames] = {}
+        self._events = False
+        self._stacks = False
+        self._entries: deque[dict[str, object]] = deque()
+
+    def configure(self, enabled: str | None, max_entries: int, stacks: bool) -> None:
+        if enabled not in ("all", "state", None):
+            raise InvalidArgument(f"history is 'all', 'state' or None, not {enabled!r}")
+        require_count("max_entries", max_entries, 1)
+        self.recording = enabled is not None
+        self._events = enabled == "all"
+        self._stacks = stacks
+        if self.recording:
+            self._entries = deque(self._entries, maxlen=max_entries)
+        else:
+            self.frames.clear()
+
+    @property
+    def entries(self) -> list[dict[str, object]]:
+        return list(self._entries)
+
+    def _add(
+        self, action: str, address: int, size: int, stream: int, frames: Frames, **more: object
+    ) -> None:
+        self._entries.append(
+            {
+                "action": action,
+                "addr": address,
+                "size": size,
+                "stream": stream,
+                "time_us": time.time_ns() // 1000,
+                "frames": frames,
+                **more,
+            }
+        )
+
+    def _stack(self) -> Frames:
+        return _python_stack() if self._stacks else []
+
+    def allocated(self, block: Block) -> None:
+        if self.recording:
+            frames = self.frames[block.address] = self._stack()
+            if self._events:
+                self._add("alloc", block.address, block.size, block.home.stream, frames)
+
+    def free_requested(self, block: Block) -> None:
+        if self._events:
+            stream = block.home.stream
+            self._add("free_requested", block.address, block.size, stream, self._stack())
+
+    def free_completed(self, block: Block) -> None:
+        frames = self.frames.pop(block.address, None)
+        if self._events:
+            stream = block.home.stream
+            self._add("free_completed", block.address, block.size, stream, frames or [])
+
+    def segment_changed(self, segment: Segment, action: str, address: int, size: int) -> None:
+        """Memory came or went: all of a segment, or a part of one that grows."""
+        if self.recording:
+            frames = self._stack()
+            if action in ("segment_alloc", "segment_map"):
+                segment.frames = frames
+            if self._events:
+                self._add(action, address, size, segment.stream, frames)
+
+    def out_of_memory(self, request: Request, room: int | None) -> None:
+        if self._events:
+            free = -1 if room is None else room
+            # The viewer reads device_free, and shows an address if there is one.
+            self._add("oom", 0, request.size, request.stream, self._stack(), device_free=free)
+
+    def snapshot_taken(self) -> None:
+        if self._events:
+            self._add("snapshot", 0, 0, 0, self._stack())
+
+
+def snapshot(store: Store) -> dict[str, object]:
+    """The state of the whole cache, segments by address."""
+    store.history.snapshot_taken()
+    device = store.source.device.index or 0
+    traces: list[list[dict[str, object]]] = [[] for _ in range(device)]
+    return {
+        "segments": [_segment(store, store.segments[at], device) for at in sorted(store.segments)],
+        "device_traces": [*traces, store.history.entries],
+        "allocator_settings": {"policy": store.policy.name, **_plain(store.policy.options())},
+        "external_annotations": [],
+    }
+
+
+def _plain(options: dict[str, object]) -> dict[str, object]:
+    return {
+        name: str(value) if isinstance(value, tuple) else value for name, value in options.items()
+    }
+
+
+def _segment(store: Store, segment: Segment, device: int) -> dict[str, Any]:
+    blocks = []
+    sums = {FREE: 0, LIVE: 0, PENDING: 0}
+    requested = 0
+    for block in segment.blocks():
+        sums[block.state] += block.size
+        held = 0 if block.state == FREE else block.requested
+        requested += held
+        blocks.append(
+            {
+                "address": block.address,
+                "size": block.size,
+                "requested_size": held,
+                "state": _STATES[block.state],
+                "frames": store.history.frames.get(block.address, []),
+            }
+        )
+    return {
+        "device": device,
+        "address": segment.address,
+        "total_size": segment.size,
+        "allocated_size": sums[LIVE],
+        "active_size": sums[LIVE] + sums[PENDING],
+        "requested_size": requested,
+        "stream": segment.stream,
+        "segment_type": ("small", "large")[segment.pool.index],
+        "segment_pool_id": segment.pool.owner,
+        "is_expandable": segment.range is not None,
+        "frames": segment.frames or [],
+        "blocks": blocks,
+    }
