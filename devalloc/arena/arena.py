@@ -7,9 +7,7 @@ gone.
 
 from __future__ import annotations
 
-import itertools
 import math
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from devalloc.arena.block import Block, TorchOutOfMemory
 from devalloc.arena.cache.allocator import Cache
 from devalloc.arena.cache.private_pools import PrivatePool
 from devalloc.arena.options import cuda_place_of, resolve_limit, resolve_source, resolve_stream
@@ -35,44 +34,6 @@ if TYPE_CHECKING:
     from devalloc.interop.cuda_core import ArenaMemoryResource
     from devalloc.interop.holder import Holder
     from devalloc.interop.pytorch import Pool
-
-
-class TorchOutOfMemory(OutOfMemory, torch.OutOfMemoryError):
-    """`OutOfMemory` that is also PyTorch's error, for code that expects that one."""
-
-
-_CLAIMS = itertools.count(1)
-
-
-class Block(Owner):
-    """A piece of an arena's memory: ``nbytes`` usable bytes at ``address``.
-
-    Made by `Arena.alloc`, given back by `Arena.free`. A block that is dropped without that gives a
-    ResourceWarning, and its memory goes back.
-    """
-
-    __slots__ = ("__weakref__", "address", "arena", "claim", "freed", "nbytes")
-
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
-        self.address = 0
-        self.nbytes = 0
-        # Only who shows it to the cache can free the memory.
-        self.claim = next(_CLAIMS)
-        # Whether it needs no free (any more). The cache decides; this is for blocks of no bytes,
-        # and for the warning.
-        self.freed = True
-
-    def __repr__(self) -> str:
-        return f"<devalloc.Block {format_size(self.nbytes)} at {self.address:#x}>"
-
-    def __del__(self) -> None:
-        if not getattr(self, "freed", True) and self.address:
-            warnings.warn(
-                f"{self!r} was dropped without Arena.free", ResourceWarning, source=self,
-                stacklevel=2,
-            )  # fmt: skip
-            self.arena.cache.free_in_finalizer(self.address, self.claim)
 
 
 class Arena(RegionMethods, Owner):

@@ -94,19 +94,19 @@ class TensorStay(Stay):
     """
 
     __slots__ = (
+        "_cache",
         "_ending_in_c",
         "_handle",
         "_idle_in_c",
         "_idle_in_python",
         "_on_end",
-        "_reuse",
         "_storage",
         "_template",
         "_watch",
     )
 
     def __init__(self, cache: Cache, key: Key, address: int, nbytes: int) -> None:
-        self.cache = cache
+        self._cache = cache
         self.key = key
         self.address = address
         self.turns = -1  # `take` by the first user makes it 0
@@ -123,8 +123,8 @@ class TensorStay(Stay):
         self._idle_in_python = _uses_in_python(self._storage)
         self._on_end = self._ended
         self._watch: weakref.ref[object] | None = None
-        self._reuse = cache.reuse
-        self._reuse.enter(self)
+        self.reuse = cache.reuse
+        self.reuse.enter(self)
 
     def take(self) -> torch.Tensor:
         # The test is written out here and below: a call would take a noticeable part of the time.
@@ -142,7 +142,7 @@ class TensorStay(Stay):
         return tensor
 
     def _ended(self, _: object) -> None:
-        reuse = self._reuse
+        reuse = self.reuse
         if (
             _uses_in_c(self._handle) == self._ending_in_c
             and _uses_in_python(self._storage) == self._idle_in_python
@@ -169,8 +169,8 @@ class TensorStay(Stay):
         return False
 
     def _gone(self, _: object) -> None:
-        self._reuse.end(self)
-        self.cache.free_in_finalizer(self.address)
+        self.reuse.end(self)
+        self._cache.free_in_finalizer(self.address)
 
     def forget(self) -> None:
         self._template = self._storage = self._watch = None

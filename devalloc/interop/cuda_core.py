@@ -16,7 +16,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from devalloc.arena import Arena, Block
+    from devalloc.arena.block import Block, BlockSource
 
 
 def _handle(stream: Any) -> int:
@@ -32,7 +32,7 @@ def _handle(stream: Any) -> int:
 class ArenaMemoryResource(MemoryResource):
     """Buffers from an arena; see `devalloc.Arena.memory_resource`."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: BlockSource) -> None:
         self._arena = arena
         self._on_device = arena.device.type == "cuda"
         self._blocks: dict[int, Block] = {}

@@ -32,11 +32,13 @@ from devalloc.arena.cache.private_pools import PrivatePool, PrivatePools
 from devalloc.arena.cache.reuse import Reuse
 from devalloc.arena.policies.policy import Policy
 from devalloc.arena.policies.policy_names import make_policy
-from devalloc.arena.store import audit, history
+from devalloc.arena.store import audit
 from devalloc.arena.store import statistics as rows
 from devalloc.arena.store.blocks import FREE, LIVE, Block, PoolSet
 from devalloc.arena.store.external import External
-from devalloc.arena.store.store import Request, Store
+from devalloc.arena.store.request import Request
+from devalloc.arena.store.snapshot import snapshot
+from devalloc.arena.store.store import Store
 from devalloc.arena.store.streams import CudaStreams, HostStreams, Streams
 from devalloc.common.cleanup import call_for_finalizers
 from devalloc.common.owner import Owner
@@ -932,7 +934,7 @@ class Cache(Owner):
     @_entry
     def snapshot(self) -> dict[str, object]:
         """All segments and blocks, and the history, in the format of ``torch.cuda.memory``."""
-        return history.snapshot(self._store)
+        return snapshot(self._store)
 
     @_entry
     def report(self) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from devalloc.arena.policies.bfc_policy import BINS, MIN_CHUNK, bin_of
 from devalloc.arena.store.blocks import FREE, LIVE, PENDING
-from devalloc.arena.store.store import Request, Store
+from devalloc.arena.store.request import Request
+from devalloc.arena.store.store import Store
 from devalloc.errors import DevallocError, DoubleFree, InvalidArgument, InvalidFree
 from devalloc.sizes import format_size, quote
 

@@ -14,26 +14,35 @@ import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from devalloc.arena.cache.allocator import Cache
+from typing import Protocol
 
 _SLICE_S = 0.05
 _PATIENCE_S = 5.0
 
+
+class Forkable(Protocol):
+    """A cache, as a fork sees it."""
+
+    @property
+    def lock(self) -> threading.RLock:
+        """What the forking thread holds."""
+
+    def begin_in_child(self, held: bool) -> None:
+        """Begin anew in the child; ``held`` says whether the forking thread had the lock."""
+
+
 # References to the caches, so that copying the set is one operation that no thread interrupts.
-_CACHES: set[weakref.ref[Cache]] = set()
+_CACHES: set[weakref.ref[Forkable]] = set()
 # The caches whose locks each thread that is about to fork holds.
-_HELD: dict[int, list[Cache]] = {}
+_HELD: dict[int, list[Forkable]] = {}
 
 
-def watch(cache: Cache) -> None:
+def watch(cache: Forkable) -> None:
     """Hold the lock of ``cache`` during forks, as long as the cache lives."""
     _CACHES.add(weakref.ref(cache, _CACHES.discard))
 
 
-def _living() -> list[Cache]:
+def _living() -> list[Forkable]:
     # (Not `tuple`: a garbage collection may come in between and take a cache out of the set.)
     return [cache for ref in _CACHES.copy() if (cache := ref()) is not None]
 
@@ -53,7 +62,7 @@ def _before() -> None:
             held.pop().lock.release()
 
 
-def _hold(cache: Cache, seconds: float, held: list[Cache]) -> None:
+def _hold(cache: Forkable, seconds: float, held: list[Forkable]) -> None:
     """Enter a cache in ``held`` if its lock can be had within ``seconds``."""
     acquire = operator.methodcaller("acquire", True, seconds)
     got: list[bool] = []

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from devalloc.arena.store.blocks import FREE, LIVE, Block, Segment
 
 if TYPE_CHECKING:
-    from devalloc.arena.cache.allocator import Cache
+    from devalloc.arena.cache.entry import Entry
     from devalloc.arena.policies.policy import FrontRule
     from devalloc.arena.store.store import Store
 
@@ -76,7 +76,7 @@ class Loan:
         Whether the front has the pools. Changed under the cache's lock.
     """
 
-    def __init__(self, cache: Cache, store: Store) -> None:
+    def __init__(self, cache: Entry, store: Store) -> None:
         self.front: Front | None = None
         self.out = False
         self._cache = cache
@@ -113,7 +113,7 @@ class Loan:
 
     def _serve(self, nbytes: int, stream: int, given: list[int]) -> None:
         front = self.read_log()
-        if nbytes or not self._store.policy.zero_is_null:
+        if nbytes or not self._cache.policy.zero_is_null:
             size, index = self._cache.plan(nbytes)
             # The list gets the address in the C code that takes the block.
             given.extend(map(front.malloc, (nbytes,), (size,), (index,), (stream,)))
@@ -154,7 +154,7 @@ class Loan:
             return
         self._calls = 0
         store = self._store
-        rule = store.policy.front_rule
+        rule = self._cache.policy.front_rule
         pools = store.default.pools
         self._homes = sorted((stream, pool.index) for pool in pools for stream in pool.lists)
         if rule is None or any(not 0 <= stream < _END for stream, _ in self._homes):

@@ -24,14 +24,14 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-from devalloc.arena.policies.policy import MIN_BLOCK, round_up
+from devalloc.arena.policies.policy import MIN_BLOCK
 from devalloc.arena.store.blocks import FREE, LIVE, Block, PoolSet, Segment
 from devalloc.arena.store.store import Store
 from devalloc.errors import InvalidArgument, OutOfMemory
-from devalloc.sizes import format_size
+from devalloc.sizes import format_size, round_up
 
 if TYPE_CHECKING:
-    from devalloc.arena.cache.allocator import Cache
+    from devalloc.arena.cache.entry import Entry
 
 
 class PrivatePool:
@@ -46,8 +46,8 @@ class PrivatePool:
     ResourceWarning, and the memory goes back as after the last release.
     """
 
-    def __init__(self, cache: Cache, pools: PoolSet) -> None:
-        self.cache = cache
+    def __init__(self, private: PrivatePools, pools: PoolSet) -> None:
+        self.private = private
         self.pools = pools
 
     @property
@@ -61,11 +61,11 @@ class PrivatePool:
 
     def retain(self) -> None:
         """One graph more; InvalidArgument after the last release."""
-        self.cache.private.change_uses(self.pools, 1)
+        self.private.change_uses(self.pools, 1)
 
     def release(self) -> None:
         """One graph fewer; InvalidArgument after the last one."""
-        self.cache.private.change_uses(self.pools, -1)
+        self.private.change_uses(self.pools, -1)
 
     def __enter__(self) -> PrivatePool:
         return self
@@ -88,7 +88,7 @@ class PrivatePool:
                 source=self,
                 stacklevel=2,
             )
-            self.cache.private.abandon(pools)
+            self.private.abandon(pools)
 
 
 class Route:
@@ -161,7 +161,7 @@ class PrivatePools:
 
     __slots__ = ("_cache", "_next_pool", "_store", "routes")
 
-    def __init__(self, cache: Cache, store: Store) -> None:
+    def __init__(self, cache: Entry, store: Store) -> None:
         self.routes: tuple[Route, ...] = ()
         self._cache = cache
         self._store = store
@@ -230,7 +230,7 @@ class PrivatePools:
         owner = (0, self._next_pool)
         self._next_pool += 1
         pools = PoolSet(owner)
-        pool = PrivatePool(self._cache, pools)
+        pool = PrivatePool(self, pools)
         self._store.privates[owner] = pools
         return pool
 
@@ -239,7 +239,7 @@ class PrivatePools:
         self, pool: PrivatePool | None, accepts: Callable[[int], bool] | None, capture: bool
     ) -> Iterator[None]:
         """See `Cache.route`."""
-        if pool is not None and not (isinstance(pool, PrivatePool) and pool.cache is self._cache):
+        if pool is not None and not (isinstance(pool, PrivatePool) and pool.private is self):
             raise InvalidArgument(
                 f"a pool is one that this cache's private_pool (or its arena's graph_pool) made, "
                 f"not {pool!r}"

@@ -21,7 +21,6 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from devalloc.arena.cache.allocator import Cache
     from devalloc.arena.store.store import Store
 
 # Keeps stays alive, with the callbacks that tell their end and their caches.
@@ -37,8 +36,8 @@ class Stay:
 
     Attributes
     ----------
-    cache : Cache
-        The cache.
+    reuse : Reuse
+        The parked blocks of the cache that the block is from.
     address : int
     key : tuple
         A request must have an equal key; the last entry is the stream that owns the block.
@@ -50,9 +49,9 @@ class Stay:
         Where the stay was parked last, which saves looking it up by the key; or a retired stack.
     """
 
-    __slots__ = ("address", "cache", "key", "stack", "told", "turns")
+    __slots__ = ("address", "key", "reuse", "stack", "told", "turns")
 
-    cache: Cache
+    reuse: Reuse
     address: int
     key: tuple[Hashable, ...]
     turns: int
@@ -196,7 +195,7 @@ class Reuse:
 
     def _stays(self) -> list[Stay]:
         # (Copying a set is one atomic operation; iterating over it, as `tuple` does, is not.)
-        return [stay for stay in _STAYS.copy() if stay.cache.reuse is self]
+        return [stay for stay in _STAYS.copy() if stay.reuse is self]
 
     def _enter_turns(self) -> None:
         while self._turned:

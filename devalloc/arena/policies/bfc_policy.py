@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from devalloc.arena.policies.policy import MIB, FrontRule, Policy, round_up
+from devalloc.arena.policies.policy import FrontRule, Policy
 from devalloc.arena.store.blocks import Block, FreeList
 from devalloc.errors import InvalidArgument
-from devalloc.sizes import require_fraction, size_option
+from devalloc.sizes import MIB, require_fraction, round_up, size_option
 
 if TYPE_CHECKING:
-    from devalloc.arena.store.store import Request, Store
+    from devalloc.arena.store.request import Request
+    from devalloc.arena.store.store import Store
 
 MIN_CHUNK = 256
 BINS = 21

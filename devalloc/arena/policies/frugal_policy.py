@@ -7,21 +7,20 @@ from collections import deque
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from devalloc.arena.policies.policy import (
-    MIB,
     MIN_BLOCK,
     ROUND_LARGE,
     SMALL_MAX,
     SMALL_SEGMENT,
     FrontRule,
     Policy,
-    round_up,
 )
 from devalloc.arena.store.blocks import Block, Segment
 from devalloc.errors import InvalidArgument
-from devalloc.sizes import require_count, size_option
+from devalloc.sizes import MIB, require_count, round_up, size_option
 
 if TYPE_CHECKING:
-    from devalloc.arena.store.store import Request, Store
+    from devalloc.arena.store.request import Request
+    from devalloc.arena.store.store import Store
 
 
 _REMEMBERED = 256

@@ -13,14 +13,12 @@ import dataclasses
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from devalloc.errors import InvalidArgument
-from devalloc.sizes import quote
+from devalloc.sizes import MIB, quote, round_up
 
 if TYPE_CHECKING:
     from devalloc.arena.store.blocks import Block, FreeList
-    from devalloc.arena.store.store import Request, Store
-
-KIB = 1 << 10
-MIB = 1 << 20
+    from devalloc.arena.store.request import Request
+    from devalloc.arena.store.store import Store
 
 SMALL_MAX = 1 * MIB
 SMALL_SEGMENT = 2 * MIB
@@ -28,11 +26,6 @@ LARGE_SEGMENT = 20 * MIB
 MIN_LARGE = 10 * MIB
 ROUND_LARGE = 2 * MIB
 MIN_BLOCK = 512
-
-
-def round_up(nbytes: int, unit: int) -> int:
-    """``nbytes`` up to a multiple of ``unit``."""
-    return (nbytes + unit - 1) // unit * unit
 
 
 class FrontRule(NamedTuple):

@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from devalloc.arena.policies.policy import (
     LARGE_SEGMENT,
-    MIB,
     MIN_BLOCK,
     SMALL_MAX,
     FrontRule,
     Policy,
-    round_up,
     two_pool_segment,
 )
 from devalloc.arena.store.blocks import Block, FreeList, Segment
 from devalloc.errors import InvalidArgument
-from devalloc.sizes import quote, require_count, require_fraction, size_option
+from devalloc.sizes import MIB, quote, require_count, require_fraction, round_up, size_option
 
 if TYPE_CHECKING:
-    from devalloc.arena.store.store import Request, Store
+    from devalloc.arena.store.request import Request
+    from devalloc.arena.store.store import Store
 
 INTERVALS = 16
 """Intervals of ``roundup_power2_divisions``: [1 MiB, 2 MiB) and below, ... [32 GiB, ...)."""

@@ -23,15 +23,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from devalloc.arena.policies.policy import MIB, round_up
 from devalloc.arena.store import statistics as rows
 from devalloc.arena.store.blocks import FREE, Block, FreeList, Pool, PoolSet, Range, Segment
 from devalloc.common.cleanup import call_for_all
 from devalloc.errors import DevallocError, InvalidArgument, OutOfMemory
+from devalloc.sizes import MIB, round_up
 from devalloc.sources.source import granularity_of
 
 if TYPE_CHECKING:
-    from devalloc.arena.store.store import Request, Store
+    from devalloc.arena.store.bookkeeping import Bookkeeping
+    from devalloc.arena.store.request import Request
 
 PAGE = 2 * MIB
 """Memory is mapped in multiples of this, or of the source's granularity if that is larger."""
@@ -62,9 +63,12 @@ class Place(NamedTuple):
 
 
 class Expandable:
-    """The segments that grow and shrink of one store."""
+    """The segments that grow and shrink of one store.
 
-    def __init__(self, store: Store) -> None:
+    ``release`` is the store's function that gives an idle segment back to the source.
+    """
+
+    def __init__(self, store: Bookkeeping, release: Callable[[Segment], int]) -> None:
         source = store.source
         if not getattr(getattr(source, "capabilities", None), "mappable", False):
             raise InvalidArgument(
@@ -72,6 +76,7 @@ class Expandable:
                 f'which {source!r} has not; use source="virtual"'
             )
         self._store = store
+        self._release = release
         self._source: Any = source
         self._page = max(PAGE, granularity_of(source))
 
@@ -273,7 +278,7 @@ class Expandable:
         while parts and (enough is None or end - start < enough):
             start = parts.pop()[0] + found.address
         if segment.idle and (start, end) == (segment.address, segment.address + segment.size):
-            return self._store.release(segment)
+            return self._release(segment)
         self._take_out(block, start, end)
         return end - start
 

@@ -13,23 +13,34 @@ operations on a dict are atomic in CPython, and ``sum`` over its ints is one of 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from devalloc.errors import InvalidFree, OutOfMemory
 from devalloc.sizes import format_size
 from devalloc.sources.source import bytes_taken
 
 if TYPE_CHECKING:
-    from devalloc.arena.store.store import Store
+    from devalloc.sources import Source
+
+
+class Account(Protocol):
+    """The account that these segments count in."""
+
+    source: Source
+    limit: int | None
+
+    @property
+    def taken(self) -> int:
+        """Bytes that count against the limit, those of the account's `External` included."""
 
 
 class External:
     """The segments that others hold from a store's source. Waits for nothing but the source."""
 
-    __slots__ = ("_asleep", "_held", "_moving", "_store", "_tickets", "allocations", "frees")
+    __slots__ = ("_account", "_asleep", "_held", "_moving", "_tickets", "allocations", "frees")
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, account: Account) -> None:
+        self._account = account
         self._tickets = itertools.count()
         self._held: dict[int, int] = {}
         # Those that have no memory now.
@@ -64,13 +75,13 @@ class External:
 
     def wake(self, addresses: tuple[int, ...]) -> None:
         """Count segments again; OutOfMemory if the limit forbids it, and nothing has changed."""
-        store = self._store
+        account = self._account
         nbytes = sum(self._asleep.get(at, 0) for at in addresses)
-        if store.limit is not None and store.taken + nbytes > store.limit:
+        if account.limit is not None and account.taken + nbytes > account.limit:
             raise OutOfMemory(
-                f"{format_size(nbytes)} cannot be resumed: {format_size(store.taken)} of a limit "
-                f"of {format_size(store.limit)} are taken; free memory and call empty_cache(), or "
-                "raise the limit"
+                f"{format_size(nbytes)} cannot be resumed: {format_size(account.taken)} of a limit "
+                f"of {format_size(account.limit)} are taken; free memory and call empty_cache(), "
+                "or raise the limit"
             )
         for at in addresses:
             self._asleep.pop(at, None)
@@ -83,21 +94,21 @@ class External:
         OutOfMemory
             If the limit or the source does not allow it; nothing has changed then.
         """
-        store = self._store
+        account = self._account
         ticket = next(self._tickets)
         # (All of what the source takes is asked for, so that `free` names what was allocated.)
-        nbytes = bytes_taken(store.source, nbytes)
+        nbytes = bytes_taken(account.source, nbytes)
         self._moving[ticket] = nbytes
         try:
-            if store.limit is not None and store.taken > store.limit:
-                others = store.taken - nbytes
+            if account.limit is not None and account.taken > account.limit:
+                others = account.taken - nbytes
                 remedy = ", or free something and call empty_cache()" if others else ""
                 raise OutOfMemory(
                     f"a segment of {format_size(nbytes)} does not fit into the limit of "
-                    f"{format_size(store.limit)}: {format_size(others)} are taken; raise the limit"
-                    + remedy
+                    f"{format_size(account.limit)}: {format_size(others)} are taken; raise the "
+                    f"limit{remedy}"
                 )
-            address = store.source.allocate(nbytes)
+            address = account.source.allocate(nbytes)
             self._held[address] = nbytes
         finally:
             del self._moving[ticket]
@@ -120,7 +131,7 @@ class External:
                 raise InvalidFree(f"free of {address:#x}: no segment is out there; free it once")
             slept = self._asleep.pop(address, None)
             try:
-                self._store.source.free(address, nbytes)
+                self._account.source.free(address, nbytes)
             except BaseException:
                 self._held[address] = nbytes
                 if slept is not None:

@@ -1,8 +1,6 @@
-"""What happened, where in the program, and what there is now, all in PyTorch's format.
+"""What happened, and where in the program, in PyTorch's format.
 
 Entries have the keys of ``torch.cuda.memory._snapshot()["device_traces"]``.
-``torch.cuda._memory_viz`` and the viewer at https://pytorch.org/memory_viz read a pickle
-(protocol 4) of what `snapshot` returns: plain types only.
 """
 
 from __future__ import annotations
@@ -11,25 +9,24 @@ import sys
 import time
 from collections import deque
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from devalloc.arena.store.blocks import FREE, LIVE, PENDING, Block, Segment
+from devalloc.arena.store.blocks import Block, Segment
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import require_count
 
 if TYPE_CHECKING:
-    from devalloc.arena.store.store import Request, Store
+    from devalloc.arena.store.request import Request
 
 Frames = list[dict[str, object]]
 
 _ARENA = __file__.rsplit("/", 2)[0]
 _HERE = tuple(f"{_ARENA}/{room}/" for room in ("cache", "policies", "store"))
 _MAX_FRAMES = 64
-_STATES = {FREE: "inactive", LIVE: "active_allocated", PENDING: "active_pending_free"}
 
 
 def _python_stack() -> Frames:
-    """Frames of the calling program, innermost first, without those of `devalloc.cache`."""
+    """Frames of the calling program, innermost first, without those of the cache."""
     frames: Frames = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < _MAX_FRAMES:
@@ -121,55 +118,3 @@ class History:
     def snapshot_taken(self) -> None:
         if self._events:
             self._add("snapshot", 0, 0, 0, self._stack())
-
-
-def snapshot(store: Store) -> dict[str, object]:
-    """The state of the whole cache, segments by address."""
-    store.history.snapshot_taken()
-    device = store.source.device.index or 0
-    traces: list[list[dict[str, object]]] = [[] for _ in range(device)]
-    return {
-        "segments": [_segment(store, store.segments[at], device) for at in sorted(store.segments)],
-        "device_traces": [*traces, store.history.entries],
-        "allocator_settings": {"policy": store.policy.name, **_plain(store.policy.options())},
-        "external_annotations": [],
-    }
-
-
-def _plain(options: dict[str, object]) -> dict[str, object]:
-    return {
-        name: str(value) if isinstance(value, tuple) else value for name, value in options.items()
-    }
-
-
-def _segment(store: Store, segment: Segment, device: int) -> dict[str, Any]:
-    blocks = []
-    sums = {FREE: 0, LIVE: 0, PENDING: 0}
-    requested = 0
-    for block in segment.blocks():
-        sums[block.state] += block.size
-        held = 0 if block.state == FREE else block.requested
-        requested += held
-        blocks.append(
-            {
-                "address": block.address,
-                "size": block.size,
-                "requested_size": held,
-                "state": _STATES[block.state],
-                "frames": store.history.frames.get(block.address, []),
-            }
-        )
-    return {
-        "device": device,
-        "address": segment.address,
-        "total_size": segment.size,
-        "allocated_size": sums[LIVE],
-        "active_size": sums[LIVE] + sums[PENDING],
-        "requested_size": requested,
-        "stream": segment.stream,
-        "segment_type": ("small", "large")[segment.pool.index],
-        "segment_pool_id": segment.pool.owner,
-        "is_expandable": segment.range is not None,
-        "frames": segment.frames or [],
-        "blocks": blocks,
-    }

@@ -1,10 +1,7 @@
 """The state of a cache and the steps that policies are made of. Knows no lock and no thread.
 
-Invariants
-----------
-C1  The blocks of a segment tile it; no two free neighbours could be merged (same home, no time
-    stamp); every free block is in exactly one free list, that of its home.
-C3  ``reserved`` is the sum of the segments.
+`Bookkeeping` has the blocks and invariants C1 and C3; here are the steps that find blocks, complete
+frees, and take segments from the source and give them back.
 
 Every step preserves both even when it raises one of our errors: the source is called first, and its
 result is entered afterwards. For exceptions that come in between (Ctrl-C) see docs/design/host.md:
@@ -14,125 +11,69 @@ them, and everything else can be computed from these.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from devalloc.arena.store import statistics as rows
-from devalloc.arena.store.blocks import (
-    FREE,
-    LIVE,
-    SPARE_SIZES,
-    TAKEN,
-    Block,
-    FreeList,
-    Pool,
-    PoolSet,
-    Segment,
-    Stamps,
-)
+from devalloc.arena.store.blocks import FREE, Block, FreeList, Pool, PoolSet, Segment
+from devalloc.arena.store.bookkeeping import Bookkeeping, SplitRule
 from devalloc.arena.store.expandable import Expandable
-from devalloc.arena.store.external import External
-from devalloc.arena.store.history import History
-from devalloc.arena.store.streams import Pending
+from devalloc.arena.store.pending import Pending
+from devalloc.arena.store.request import Request
 from devalloc.common.cleanup import call_for_all
 from devalloc.errors import DevallocError, OutOfMemory
 from devalloc.sources.source import granularity_of
 
 if TYPE_CHECKING:
-    from devalloc.arena.policies.policy import Policy
     from devalloc.arena.store.streams import Streams
     from devalloc.sources import Source
 
 
-class Request:
-    """One allocation under way: requested bytes, rounded bytes, pool, stream.
+class StorePolicy(SplitRule, Protocol):
+    """What a store asks of its policy; `devalloc.arena.policies.policy.Policy` has the words."""
 
-    ``freed_before``, if not None, is the time up to which frees are known to be done for this
-    caller, who does not work in the order of the owner's stream. ``segment`` is the bytes of the
-    segment that was last asked for on its behalf, 0 if none was.
-    """
+    name: ClassVar[str]
+    expandable_segments: bool
 
-    __slots__ = ("freed_before", "index", "nbytes", "pools", "segment", "size", "stream")
+    @property
+    def best_fit(self) -> bool: ...
+
+    def find(
+        self, store: Store, home: FreeList, size: int, freed_before: int | None
+    ) -> int | None: ...
+
+    @property
+    def stamps_frees(self) -> bool: ...
+
+    def stamp(self, store: Store, block: Block) -> None: ...
+
+    @property
+    def careful(self) -> bool: ...
+
+    def freed(self, store: Store, block: Block) -> None: ...
+
+    def options(self) -> dict[str, object]: ...
+
+
+class Store(Bookkeeping):
+    """Bookkeeping over one source and under one policy, and the steps of both."""
 
     def __init__(
         self,
-        nbytes: int,
-        size: int,
-        index: int,
-        stream: int,
-        pools: PoolSet,
-        freed_before: int | None,
+        source: Source,
+        policy: StorePolicy,
+        limit: int | None,
+        streams: Streams,
+        shared: bool,
     ) -> None:
-        self.nbytes = nbytes
-        self.size = size
-        self.index = index
-        self.stream = stream
-        self.pools = pools
-        self.freed_before = freed_before
-        self.segment = 0
-
-    @property
-    def home(self) -> FreeList:
-        return self.pools.pools[self.index].list_of(self.stream)
-
-
-class Store:
-    """Segments, blocks and free lists, over one source and under one policy."""
-
-    def __init__(
-        self, source: Source, policy: Policy, limit: int | None, streams: Streams, shared: bool
-    ) -> None:
-        self.source = source
+        statistics = rows.Statistics(getattr(policy, "max_split_size", None))
+        super().__init__(source, policy, limit, streams, shared, statistics)
         self.policy = policy
-        self.limit = limit
-        self.streams = streams
-        self.shared = shared
-        """Whether free blocks of one segment may belong to several streams."""
-        self.reserved = 0
-        self.asking = 0
-        """Bytes that the source is being asked for: announced before the limit is looked at."""
-        self.asleep = 0
-        """Bytes of segments that have no memory now: reserved, and not taken."""
-        self.blocks: dict[int, Block] = {}
-        self.segments: dict[int, Segment] = {}
-        self.default = PoolSet((0, 0))
-        self.privates: dict[tuple[int, int], PoolSet] = {}
-        self.stamps = Stamps()
-        self.statistics = rows.Statistics(getattr(policy, "max_split_size", None))
-        self.counts: Counter[str] = Counter()
-        self.history = History()
-        self.pending = Pending(self)
-        self.external = External(self)
-        self.captures = 0
-        self.closed = False
-        self.failure: OutOfMemory | None = None
-        self.refused = False
-        """Whether the source failed to take memory back in the call that was torn by that."""
+        self.pending = Pending(self, self.complete)
         self._best_fit = policy.best_fit
         capabilities = getattr(source, "capabilities", None)
         self._stream_ordered = bool(getattr(capabilities, "stream_ordered", False))
         self._granularity = granularity_of(source)
-        self.expandable = Expandable(self) if policy.expandable_segments else None
-
-    # Streams --------------------------------------------------------------------------------------
-
-    def may_release(self) -> bool:
-        """Whether memory may go back to the source now: never during a capture."""
-        return not self.captures
-
-    def order(self, stream: int, behind: int) -> None:
-        """Order what is queued on ``stream`` from now on behind all that is on ``behind``."""
-        self.streams.wait(stream, self.streams.record(behind))
-
-    def wait_for_events(self) -> None:
-        """Wait for the streams that still use freed blocks, so that these become free."""
-        self.pending.wait()
-
-    def around_source(self) -> AbstractContextManager[None]:
-        """What goes around a call of the source."""
-        return self.streams.relaxed_capture() if self.captures else nullcontext()
+        self.expandable = Expandable(self, self.release) if policy.expandable_segments else None
 
     # Finding --------------------------------------------------------------------------------------
 
@@ -151,38 +92,6 @@ class Store:
     def find_for(self, request: Request) -> Block | None:
         """Take a block from the free list of the request's stream."""
         return self.find(request.home, request.size, request.nbytes, request.freed_before)
-
-    def carve(self, block: Block, home: FreeList, size: int, nbytes: int) -> Block:
-        """Take a free block, or the part that the policy cuts off, for the stream of ``home``.
-
-        ``nbytes`` is what the caller asked for. The block is in state TAKEN until `Cache.malloc`
-        ends.
-        """
-        owner, whole = block.home, block.size
-        index = owner.pool.index
-        owner.remove(whole, block.address)
-        divided = block.next is not None or block.prev is not None
-        log = self.statistics.rows
-        if not divided:
-            owner.pool.touched.add(block.segment)
-        if whole != size and self.policy.splits(index, whole, size):
-            rest = whole - size
-            if divided:
-                log.extend((whole | rows.SPLIT_OUT | index, 0))
-            block = self._cut(block, rest if self.policy.takes_tail else size)
-            log.extend((rest | rows.SPLIT_IN | index, 0, size | rows.MALLOC | index, nbytes))
-        else:
-            code = rows.MALLOC_PART if divided else rows.MALLOC
-            log.extend((whole | code | index, nbytes))
-        block.requested = nbytes
-        block.state = TAKEN
-        if self.stamps:
-            self.stamps.pop(block.address, None)
-        if home is not block.home:
-            self._change_home(block, home)
-        if len(log) > rows.FULL:
-            self.statistics.fold()
-        return block
 
     def find_elsewhere(self, request: Request) -> Block | None:
         """Take the best block that another stream owns, or else merge all that the others own.
@@ -216,119 +125,14 @@ class Store:
                 self.order(stream, other.stream)
                 moved = True
             for address in addresses:
-                self._move(self.blocks[address], stream)
+                self.move(self.blocks[address], stream)
             for address in addresses:
                 if address in self.blocks:
                     # A merged block keeps the later stamp.
                     self.settle(self.blocks[address], ignore_stamps=True)
         return moved
 
-    def unite(self, segment: Segment) -> bool:
-        """Make one block of a segment if all of it is free, whichever streams own its blocks.
-
-        The stream of its first block is ordered behind the others. Returns whether all is free.
-        """
-        if segment.idle:
-            return True
-        if not self.shared or any(block.state != FREE for block in segment.blocks()):
-            return False
-        home = segment.first.home
-        others = {block.home.stream for block in segment.blocks()} - {home.stream}
-        for stream in sorted(others):
-            self.order(home.stream, stream)
-        for block in segment.blocks():
-            self._move(block, home.stream)
-        self.settle(segment.first, ignore_stamps=True)
-        return True
-
-    def give_away(self, stream: int) -> None:
-        """Give everything that ``stream`` owns to the default stream, and merge what is free."""
-        moved = []
-        for segment in self.segments.values():
-            if segment.stream == stream:
-                segment.stream = 0
-                if segment.range is not None:
-                    segment.range.stream = 0
-            for block in segment.blocks():
-                if block.home.stream != stream:
-                    continue
-                if block.state == FREE:
-                    self._move(block, 0)
-                    moved.append(block.address)
-                else:
-                    self._change_home(block, block.home.pool.list_of(0))
-        for address in moved:
-            if address in self.blocks:
-                self.settle(self.blocks[address], ignore_stamps=False)
-
-    def _move(self, block: Block, stream: int) -> None:
-        """Give a free block to a stream."""
-        block.home.remove(block.size, block.address)
-        self._change_home(block, block.home.pool.list_of(stream))
-        block.home.add(block.size, block.address)
-        if block.prev is None and block.next is None:
-            block.home.pool.touched.add(block.segment)
-
-    def _change_home(self, block: Block, home: FreeList) -> None:
-        before, block.home = block.home, home
-        home.gained_block()
-        before.lost_block()
-
-    def _cut(self, block: Block, at: int) -> Block:
-        """Cut a free block, which is in no list, ``at`` bytes from its start.
-
-        Enters the part that stays free in its list and returns the other.
-        """
-        after, owner = block.next, block.home
-        address = block.address + at
-        tail = Block(address, block.size - at, owner, block.segment, block, after)
-        block.size = at
-        block.next = tail
-        if after is not None:
-            after.prev = tail
-        else:
-            block.segment.last = tail
-        self.blocks[address] = tail
-        owner.blocks += 1
-        if self.stamps and block.address in self.stamps:
-            self.stamps[address] = self.stamps[block.address]
-        if self.policy.takes_tail:
-            owner.add(at, block.address)
-            return tail
-        owner.add(tail.size, address)
-        return block
-
     # Freeing --------------------------------------------------------------------------------------
-
-    def put_back(self, block: Block, code: int = rows.FREE) -> Block:
-        """Make a block free and merge it with its free neighbours; return the result.
-
-        ``code`` is the code of what happens in the statistics.
-        """
-        block.state = FREE
-        index = block.home.pool.index
-        log = self.statistics.rows
-        log.extend((block.size | code | index, block.requested))
-        before, after = block.prev, block.next
-        if (before is not None and before.state == FREE) or (
-            after is not None and after.state == FREE
-        ):
-            block = self._merge(block)
-        if block.next is not None or block.prev is not None:
-            log.extend((block.size | rows.SPLIT_IN | index, 0))
-        else:
-            block.home.pool.touched.add(block.segment)
-        block.home.add(block.size, block.address)
-        if len(log) > rows.FULL:
-            self.statistics.fold()
-        return block
-
-    def put_back_held(self, address: int) -> None:
-        """Make a block free whose free is in the statistics already, as FREE or FREE_PART."""
-        block = self.blocks[address]
-        block.state = FREE
-        block.home.add(block.size, block.address)
-        self.settle(block, ignore_stamps=False)
 
     def complete(self, block: Block, code: int) -> None:
         """Make a block free that nothing uses any more, except perhaps its owner's stream."""
@@ -350,70 +154,16 @@ class Store:
         elif policy.careful:
             policy.freed(self, block)
 
-    def settle(self, block: Block, ignore_stamps: bool) -> Block:
-        """Take a free block out of its list, merge it, and enter the result."""
-        index = block.home.pool.index
-        log = self.statistics.rows
-        if block.next is not None or block.prev is not None:
-            log.extend((block.size | rows.SPLIT_OUT | index, 0))
-        block.home.remove(block.size, block.address)
-        block = self._merge(block, ignore_stamps)
-        if block.next is not None or block.prev is not None:
-            log.extend((block.size | rows.SPLIT_IN | index, 0))
-        else:
-            block.home.pool.touched.add(block.segment)
+    def put_back_held(self, address: int) -> None:
+        """Make a block free whose free is in the statistics already, as FREE or FREE_PART."""
+        block = self.blocks[address]
+        block.state = FREE
         block.home.add(block.size, block.address)
-        return block
+        self.settle(block, ignore_stamps=False)
 
-    def _merge(self, block: Block, ignore_stamps: bool = False) -> Block:
-        """Join a free block, which is in no list, with the free neighbours of its home."""
-        home = block.home
-        stamps = self.stamps
-        if stamps and block.address in stamps and not ignore_stamps:
-            return block
-        strict = stamps if not ignore_stamps else ()
-        # There may be several on a side that a stamp or another owner kept from being merged.
-        before = block.prev
-        while (
-            before is not None
-            and before.state == FREE
-            and before.home is home
-            and before.address not in strict
-        ):
-            block = self._join(before, block, before)
-            before = block.prev
-        after = block.next
-        while (
-            after is not None
-            and after.state == FREE
-            and after.home is home
-            and after.address not in strict
-        ):
-            self._join(block, after, after)
-            after = block.next
-        return block
-
-    def _join(self, first: Block, second: Block, listed: Block) -> Block:
-        """Join two neighbours; ``listed`` is the one that was in a free list."""
-        home = listed.home
-        home.remove(listed.size, listed.address)
-        self.statistics.rows.extend((listed.size | rows.SPLIT_OUT | home.pool.index, 0))
-        if self.stamps:
-            stamp = max(self.stamps.pop(at.address, 0) for at in (first, second))
-            if stamp:
-                self.stamps[first.address] = stamp
-        after = second.next
-        first.size += second.size
-        first.next = after
-        if after is not None:
-            after.prev = first
-        else:
-            first.segment.last = first
-        del self.blocks[second.address]
-        home.blocks -= 1
-        if len(home.by_size) > 2 * home.blocks + SPARE_SIZES:
-            home.sweep()
-        return first
+    def wait_for_events(self) -> None:
+        """Wait for the streams that still use freed blocks, so that these become free."""
+        self.pending.wait()
 
     # Segments -------------------------------------------------------------------------------------
 
@@ -423,14 +173,6 @@ class Store:
         Whole multiples of the source's granularity.
         """
         return None if self.limit is None else (self.limit - self.taken) & -self._granularity
-
-    @property
-    def taken(self) -> int:
-        """Bytes that count against the limit: own segments, `external`, those asked for.
-
-        Segments that sleep do not.
-        """
-        return self.reserved + self.asking + self.external.reserved - self.asleep
 
     def grow(self, request: Request, nbytes: int) -> Block | None:
         """Ask the source for a segment of at least ``nbytes`` and serve the request from it.
@@ -585,24 +327,7 @@ class Store:
         steps = () if self.captures else (self.pending.record_deferred, self.pending.drain)
         call_for_all(lambda step: step(), (*steps, self.release_cached))
 
-    # Looking --------------------------------------------------------------------------------------
-
-    def all_pools(self) -> Iterator[Pool]:
-        for pools in (self.default, *self.privates.values()):
-            yield from pools.pools
-
-    def free_blocks(self) -> Iterator[Block]:
-        for pool in self.all_pools():
-            for home in pool.lists.values():
-                for _, address in home:
-                    yield self.blocks[address]
-
-    def live(self, address: int, claim: int | None = None) -> Block | None:
-        """The block that lives at an address, under this claim if one is given."""
-        block = self.blocks.get(address)
-        if block is None or block.state != LIVE or (claim is not None and block.claim != claim):
-            return None
-        return block
+    # Statistics -----------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int]:
         """The sums of the statistics and the counts of events."""
