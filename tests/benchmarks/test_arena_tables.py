@@ -6,10 +6,11 @@ import math
 
 import pytest
 
-from benchmarks import arena_tables, bench_arena
-from benchmarks.arena_scale import CASES
-from benchmarks.compare import ARENA_BLOCKS, HOST
+from benchmarks.arena import bench_arena
+from benchmarks.arena.scale import CASES
 from benchmarks.results import newest, read_rows
+from benchmarks.tables import arena_tables
+from benchmarks.tables.compare import ARENA_BLOCKS, HOST
 
 ROWS = read_rows(newest(bench_arena.FOLDER))
 SCALE_ROWS = read_rows(newest(bench_arena.SCALE_FOLDER))

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import bench_batches
-from benchmarks.batch_model import EVENTS, BatchModel, NotModelled
+from benchmarks.device import bench_batches
+from benchmarks.device.batch_model import EVENTS, BatchModel, NotModelled
 from devalloc import Heap
 from devalloc.kernels import layout
 from devalloc.sizes import PAGE_BYTES

@@ -12,8 +12,11 @@ import torch
 from click.testing import CliRunner
 
 import devalloc
-from benchmarks import arena_pairs, arena_scale, arena_training, bench_arena
-from benchmarks.arena_training import TINY, ArenaPlace, PytorchPlace
+from benchmarks.arena import bench_arena
+from benchmarks.arena import pairs as arena_pairs
+from benchmarks.arena import scale as arena_scale
+from benchmarks.arena import training as arena_training
+from benchmarks.arena.training import TINY, ArenaPlace, PytorchPlace
 from benchmarks.harness import WrongResult
 from benchmarks.results import read_rows
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import bench_process
-from benchmarks.bench_process import Found, ratios, verdict
+from benchmarks.arena import bench_process
+from benchmarks.arena.bench_process import Found, ratios, verdict
 from benchmarks.results import read_rows
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import bench_regions
+from benchmarks.arena import bench_regions
 from benchmarks.results import read_rows
 
 CPU = torch.device("cpu")

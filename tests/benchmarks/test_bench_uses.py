@@ -8,10 +8,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import bench_uses, uses_tables
 from benchmarks.harness import WrongResult
 from benchmarks.results import read_rows
-from benchmarks.uses import index, measure, neighbours, ragged, sparse
+from benchmarks.tables import uses_tables
+from benchmarks.uses import bench_uses, index, measure, neighbours, ragged, sparse
 from benchmarks.uses.measure import Input, Way, require_equal
 from tests.conftest import ON_GPU
 

@@ -13,22 +13,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import (
-    bench_order,
-    bench_uses,
-    checks,
-    compare,
-    comparison,
-    harness,
-    plots,
-    readme_table,
-    rows,
-    tables,
-)
-from benchmarks.comparison import Results, peer_values
+from benchmarks import harness
+from benchmarks.device import bench_order, rows
+from benchmarks.device.rows import Row
+from benchmarks.device.worker import failed_record
 from benchmarks.results import PROVENANCE, RESULTS, RowFile, newest, read_rows
-from benchmarks.rows import Row
-from benchmarks.worker import failed_record
+from benchmarks.tables import checks, compare, comparison, plots, readme_table, tables
+from benchmarks.tables.comparison import Results, peer_values
+from benchmarks.uses import bench_uses
 from devalloc import cli
 from devalloc._benchmarks import load_benchmark
 from devalloc.errors import DevallocError
@@ -354,15 +346,15 @@ def test_counts_are_positive_numbers(name: str, option: str, value: str) -> None
 
 def test_an_installation_without_benchmarks_says_so(tmp_path: Path) -> None:
     with pytest.raises(DevallocError, match="clone the repository"):
-        load_benchmark("bench_device", tmp_path)
+        load_benchmark("device.bench_device", tmp_path)
     assert CliRunner().invoke(cli.main, ["bench", "nothing"]).exit_code == 2
 
 
 def test_a_foreign_package_of_that_name_is_not_taken_for_ours(tmp_path: Path) -> None:
     (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "rows.py").write_text("")
+    (tmp_path / "benchmarks" / "results.py").write_text("")
     with pytest.raises(DevallocError, match="another package"):
-        load_benchmark("rows", tmp_path)
+        load_benchmark("results", tmp_path)
     sys.path.remove(str(tmp_path))
 
 

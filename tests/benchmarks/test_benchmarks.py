@@ -12,11 +12,13 @@ import torch
 from click.testing import CliRunner
 
 import devalloc
-from benchmarks import bench_device, child, comparison, cuda_malloc, harness, rows, runners, sweeps
-from benchmarks.bench import Bench, Trial, alloc_then_free, nothing, rest_of
+from benchmarks import child, harness
+from benchmarks.device import bench_device, cuda_malloc, rows, runners, sweeps
+from benchmarks.device.bench import Bench, Trial, alloc_then_free, nothing, rest_of
+from benchmarks.device.rows import Row
+from benchmarks.device.worker import Job, failed_record
 from benchmarks.results import RowFile, newest, read_rows
-from benchmarks.rows import Row
-from benchmarks.worker import Job, failed_record
+from benchmarks.tables import comparison
 
 BASE, CAPACITY = 1 << 20, 1 << 20
 SIZES = [64, 100, 4096, 16]

@@ -12,12 +12,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import bench_litmus, bench_sanitize, bench_stress
-from benchmarks.litmus import plan as litmus
-from benchmarks.litmus.run import buffered, hand_over, run_shape
 from benchmarks.patches import Patch, patched_kernels
 from benchmarks.results import ROOT, RowFile
-from benchmarks.stress import codes, plan
+from benchmarks.stress import bench_litmus, bench_sanitize, bench_stress, codes, plan
+from benchmarks.stress.litmus import plan as litmus
+from benchmarks.stress.litmus.run import buffered, hand_over, run_shape
 from benchmarks.stress.run import Run, Violation
 from devalloc.kernels import layout
 from devalloc.sizes import CLASS_SIZES

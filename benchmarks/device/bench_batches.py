@@ -18,7 +18,7 @@ import numpy as np
 import rich
 from rich.table import Table
 
-from benchmarks.rows import Row, rows_of
+from benchmarks.device.rows import Row, rows_of
 
 PATTERNS = ("mixed", "thread", "warp")
 LAUNCHES = 11
@@ -41,7 +41,7 @@ def sizes_of(row: Row, seed: int) -> np.ndarray:
 def main(pattern: str, heap: str, launches: int, apart: bool, seed: int) -> None:
     """Count refills and prefetches in the launches of rows, by a model: no device is needed."""
     # Here, not above: the kernels bring Triton along.
-    from benchmarks.batch_model import EVENTS, BatchModel, NotModelled
+    from benchmarks.device.batch_model import EVENTS, BatchModel, NotModelled
     from devalloc.errors import InvalidArgument
     from devalloc.sizes import PAGE_BYTES, parse_size
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 
 import devalloc
-from benchmarks import rows as plan
-from benchmarks import workloads as work
-from benchmarks.bench import (
+from benchmarks.device import rows as plan
+from benchmarks.device import workloads as work
+from benchmarks.device.bench import (
     Bench,
     Trial,
     alloc_then_free,
@@ -24,10 +24,10 @@ from benchmarks.bench import (
     require_rest,
     require_values,
 )
-from benchmarks.cuda_malloc import ALIGNMENT
+from benchmarks.device.cuda_malloc import ALIGNMENT
+from benchmarks.device.rows import Row
+from benchmarks.device.sweeps import run_fill, run_heap, run_streams, thread_trial
 from benchmarks.harness import Samples, WrongResult, require, verify
-from benchmarks.rows import Row
-from benchmarks.sweeps import run_fill, run_heap, run_streams, thread_trial
 
 # Floors ------------------------------------------------------------------------------------------
 

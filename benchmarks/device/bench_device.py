@@ -23,12 +23,12 @@ import click
 import rich
 from rich.console import Console
 
-from benchmarks import rows as plan
 from benchmarks.child import Child
+from benchmarks.device import rows as plan
+from benchmarks.device.rows import Row
+from benchmarks.device.worker import Job, failed_record
 from benchmarks.options import require_device
 from benchmarks.results import RESULTS, RowFile
-from benchmarks.rows import Row
-from benchmarks.worker import Job, failed_record
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import parse_size
 
@@ -76,7 +76,7 @@ class Measurement:
         row_seconds = self.row_seconds
         if kind == "cuda":
             row_seconds = min(row_seconds, CUDA_ROW_SECONDS)
-        child = Child("benchmarks.worker", replace(self.job, rows=rows).to_json())
+        child = Child("benchmarks.device.worker", replace(self.job, rows=rows).to_json())
         current: Row | None = None  # begun and not yet recorded
         wait = START_SECONDS
         try:
@@ -138,7 +138,7 @@ def compile_ahead(job: Job, jobs: int) -> None:
     shares = [share for i in range(jobs) if (share := tuple(shapes[i::jobs]))]
     small = replace(job, heap_bytes=64 << 20, rounds=1)
     children = [
-        Child("benchmarks.worker", replace(small, rows=share).to_json()) for share in shares
+        Child("benchmarks.device.worker", replace(small, rows=share).to_json()) for share in shares
     ]
     for child in children:
         try:

@@ -1,7 +1,7 @@
 """Record what PyTorch's allocator is asked by four programs, as traces for ``devalloc replay``.
 
-    python -m benchmarks.record_traces                     # all four, to benchmarks/traces/
-    python -m benchmarks.record_traces --only mnist --out out
+    python -m benchmarks.arena.record_traces                     # all four, to benchmarks/traces/
+    python -m benchmarks.arena.record_traces --only mnist --out out
     devalloc replay benchmarks/traces/mnist.csv.gz
 
 Each program runs in a process of its own, so its trace begins with an allocator that holds
@@ -20,8 +20,8 @@ from typing import Any
 import click
 import torch
 
+from benchmarks.arena.trace_workloads import WORKLOADS
 from benchmarks.results import ROOT
-from benchmarks.trace_workloads import WORKLOADS
 from devalloc.replay.files import save_compact
 from devalloc.replay.torch_snapshots import snapshot_trace
 from devalloc.replay.trace import Trace
@@ -118,7 +118,7 @@ def main(out: Path, only: tuple[str, ...], seconds: int, in_this_process: bool) 
         if in_this_process:
             record(name, out)
             continue
-        command = [sys.executable, "-m", "benchmarks.record_traces", "--in-this-process"]
+        command = [sys.executable, "-m", "benchmarks.arena.record_traces", "--in-this-process"]
         command += ["--only", name, "--out", str(out.absolute())]
         try:
             subprocess.run(command, cwd=ROOT, timeout=seconds, check=True)

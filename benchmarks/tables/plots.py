@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 import matplotlib
 
-from benchmarks.comparison import number
+from benchmarks.device.rows import is_usual
 from benchmarks.results import ROOT, newest, read_rows
-from benchmarks.rows import is_usual
+from benchmarks.tables.comparison import number
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

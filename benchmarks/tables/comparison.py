@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from benchmarks.device.rows import CHURN_ROUNDS, is_usual
 from benchmarks.results import ROOT
-from benchmarks.rows import CHURN_ROUNDS, is_usual
 
 PEERS = ROOT / "benchmarks" / "peers" / "h200.csv"
 TARGETS = ROOT / "benchmarks" / "targets.csv"

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 import devalloc
-from benchmarks import rows as plan
-from benchmarks import workloads as work
-from benchmarks.bench import (
+from benchmarks.device import rows as plan
+from benchmarks.device import workloads as work
+from benchmarks.device.bench import (
     Bench,
     Launch,
     Trial,
@@ -18,8 +18,8 @@ from benchmarks.bench import (
     lane_launch,
     require_rest,
 )
+from benchmarks.device.rows import Row
 from benchmarks.harness import Samples, WrongResult, require, verify
-from benchmarks.rows import Row
 
 FILL_LAUNCH = 1 << 20
 """Requests per launch while a heap is filled."""

@@ -139,7 +139,7 @@ def run(model: str, kinds: list[Kind], device: str) -> list[dict[str, Any]]:
                 "cores": CORES,
             }
             line = json.dumps(order) + "\n"
-            children.append(Child("benchmarks.process_worker", line, more=True))
+            children.append(Child("benchmarks.arena.process_worker", line, more=True))
         workers = list(zip(children, kinds, strict=True))
         for child, kind in workers:
             read(child, kind)

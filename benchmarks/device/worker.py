@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from benchmarks.rows import Row
+from benchmarks.device.rows import Row
 
 if TYPE_CHECKING:
-    from benchmarks.bench import Bench
+    from benchmarks.device.bench import Bench
 
 DEVICE_LOST = 3
 
@@ -74,8 +74,8 @@ def work(job: Job) -> None:
     # Here, not above: Triton reads TRITON_INTERPRET when the kernels are imported.
     import torch
 
-    from benchmarks.bench import Bench
-    from benchmarks.cuda_malloc import CudaMalloc, NotAvailable
+    from benchmarks.device.bench import Bench
+    from benchmarks.device.cuda_malloc import CudaMalloc, NotAvailable
     from benchmarks.harness import provenance
 
     device = torch.device(job.device)
@@ -107,8 +107,8 @@ def work(job: Job) -> None:
 
 def measure(bench: Bench, row: Row) -> list[dict[str, object]]:
     """The records of one row. Ends the process after an error of the device."""
+    from benchmarks.device.runners import run
     from benchmarks.harness import WrongResult
-    from benchmarks.runners import run
     from devalloc.errors import DevallocError
 
     try:

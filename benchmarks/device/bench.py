@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 import devalloc
-from benchmarks import rows as plan
-from benchmarks.cuda_malloc import CudaMalloc
+from benchmarks.device import rows as plan
+from benchmarks.device.cuda_malloc import CudaMalloc
+from benchmarks.device.rows import Row
 from benchmarks.harness import Clock, Samples, WrongResult, clock_for, require, verify
-from benchmarks.rows import Row
 from devalloc.heap.debug_table import GUARD_BYTES
 
 Launch = Callable[[], object]

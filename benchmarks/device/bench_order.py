@@ -66,7 +66,7 @@ def launcher(
     case: Case, words: torch.Tensor, seen: torch.Tensor, turns: int
 ) -> Callable[[], object]:
     """A launch of the case's kernel."""
-    from benchmarks import order_kernels as kernels
+    from benchmarks.device import order_kernels as kernels
 
     grid = (case.programs,)
     options: dict[str, object] = {"FENCED": case.fenced, "num_warps": case.warps}

@@ -7,8 +7,8 @@ from time import perf_counter as clock
 
 import torch
 
-from benchmarks.litmus import kernels
-from benchmarks.litmus.plan import MUST_HOLD, Handover, Shape
+from benchmarks.stress.litmus import kernels
+from benchmarks.stress.litmus.plan import MUST_HOLD, Handover, Shape
 from devalloc import Heap
 from devalloc.errors import DevallocError
 

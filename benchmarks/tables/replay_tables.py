@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.results import ROOT
-from benchmarks.tables import table
+from benchmarks.tables.tables import table
 from devalloc.cache import FrugalPolicy
 from devalloc.replay.engine import Allocator, Replay, recorded_replay, replay
 from devalloc.replay.files import load_trace

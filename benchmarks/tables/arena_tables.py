@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.arena_scale import CASES
-from benchmarks.comparison import number, show
-from benchmarks.tables import table
+from benchmarks.arena.scale import CASES
+from benchmarks.tables.comparison import number, show
+from benchmarks.tables.tables import table
 from devalloc.sizes import format_size
 
 Rows = list[dict[str, str]]

@@ -65,7 +65,7 @@ def columns(
 
 def training_rows(device: torch.device, rounds: int) -> Iterator[dict[str, object]]:
     """The training run; on the CPU a tiny one, and PyTorch's allocator alone."""
-    from benchmarks import arena_training as training
+    from benchmarks.arena import training as training
 
     cuda = device.type == "cuda"
     program = training.Program() if cuda else training.TINY
@@ -79,7 +79,7 @@ def training_rows(device: torch.device, rounds: int) -> Iterator[dict[str, objec
 def pair_rows(device: torch.device, rounds: int, turns: int) -> Iterator[dict[str, object]]:
     """`Arena.empty` and its end beside `torch.empty`."""
     import devalloc
-    from benchmarks import arena_pairs as pairs
+    from benchmarks.arena import pairs
 
     with devalloc.Arena(device) as arena:
         for pattern in pairs.PATTERNS:
@@ -95,7 +95,7 @@ def pair_rows(device: torch.device, rounds: int, turns: int) -> Iterator[dict[st
 def part_rows(device: torch.device, rounds: int, turns: int) -> Iterator[dict[str, object]]:
     """What the shortest way consists of."""
     import devalloc
-    from benchmarks import arena_pairs as pairs
+    from benchmarks.arena import pairs
 
     with devalloc.Arena(device) as arena:
         for name, call in pairs.parts(arena, pairs.SHAPES[0]).items():
@@ -114,7 +114,7 @@ def processor() -> str:
 
 def scale_rows(rounds: int, largest: int | None) -> Iterator[dict[str, object]]:
     """What operations cost beside few and beside very many blocks."""
-    from benchmarks import arena_scale
+    from benchmarks.arena import scale as arena_scale
 
     for case, count, samples in arena_scale.rows(rounds, largest):
         row = columns(f"scale-{case}-{count}", SCALE, "devalloc", 0, count, samples)

@@ -36,10 +36,10 @@ from pathlib import Path
 import click
 import rich
 
-from benchmarks.litmus import plan as litmus
 from benchmarks.options import Count
 from benchmarks.results import ROOT
 from benchmarks.stress import plan as stress
+from benchmarks.stress.litmus import plan as litmus
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 FOUND = 86
@@ -140,7 +140,7 @@ def main(checks: tuple[str, ...], operations: int, seed: int, timeout: float) ->
     rich.print(f"{tool}")
     jobs = {
         "benchmarks.stress.worker": stress_job(operations, seed, "cuda").to_dict(),
-        "benchmarks.litmus.worker": litmus_job(seed, "cuda").to_dict(),
+        "benchmarks.stress.litmus.worker": litmus_job(seed, "cuda").to_dict(),
     }
     problems = []
     for check in checks:

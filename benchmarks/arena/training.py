@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.arena.trace_workloads import Transformer
 from benchmarks.harness import Samples, WrongResult
-from benchmarks.trace_workloads import Transformer
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import json
 import sys
 from dataclasses import replace
 
-from benchmarks.litmus.plan import Job
 from benchmarks.patches import interpreting, prepare_worker
+from benchmarks.stress.litmus.plan import Job
 
 
 def say(message: dict[str, object]) -> None:
@@ -23,7 +23,7 @@ def work(job: Job) -> None:
     import torch
 
     from benchmarks.harness import provenance
-    from benchmarks.litmus.run import hand_over, run_shape
+    from benchmarks.stress.litmus.run import hand_over, run_shape
 
     device = torch.device(job.device)
     if device.type == "cuda":

@@ -28,15 +28,15 @@ import rich
 from rich.console import Console
 
 from benchmarks.child import Child
-from benchmarks.litmus import plan
-from benchmarks.litmus.plan import Job
 from benchmarks.options import Count, require_device
 from benchmarks.patches import patched_kernels
 from benchmarks.results import PROVENANCE, RESULTS, RowFile
+from benchmarks.stress.litmus import plan
+from benchmarks.stress.litmus.plan import Job
 
 FOLDER = RESULTS / "litmus"
 START_SECONDS = 120.0
-WORKER = "benchmarks.litmus.worker"
+WORKER = "benchmarks.stress.litmus.worker"
 COLUMNS = (
     "test",
     "name",

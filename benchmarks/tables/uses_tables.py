@@ -6,9 +6,9 @@ from pathlib import Path
 
 import matplotlib
 
-from benchmarks.comparison import number, show
-from benchmarks.plots import PLOTS
-from benchmarks.tables import table
+from benchmarks.tables.comparison import number, show
+from benchmarks.tables.plots import PLOTS
+from benchmarks.tables.tables import table
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import matplotlib
 
-from benchmarks import bench_arena, bench_process
-from benchmarks.comparison import Comparison, peer_values
+from benchmarks.arena import bench_arena, bench_process
 from benchmarks.results import newest, read_rows
-from benchmarks.tables import table
+from benchmarks.tables.comparison import Comparison, peer_values
+from benchmarks.tables.tables import table
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

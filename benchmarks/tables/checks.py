@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.comparison import number, show
-from benchmarks.rows import HEAPS, is_usual
+from benchmarks.device.rows import HEAPS, is_usual
+from benchmarks.tables.comparison import number, show
 
 FLAT = 1.5
 FULL = 3.0

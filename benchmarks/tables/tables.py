@@ -11,8 +11,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.comparison import Comparison, Results, best, number, peer_values, show
-from benchmarks.rows import GROUPS
+from benchmarks.device.rows import GROUPS
+from benchmarks.tables.comparison import Comparison, Results, best, number, peer_values, show
 
 HEADER = ("row", "op", "unit", "ours", "best peer", "", "ratio", "target", "ceiling", "met")
 

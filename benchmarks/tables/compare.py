@@ -14,11 +14,10 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from benchmarks import (
+from benchmarks.arena import bench_arena, bench_regions
+from benchmarks.results import RESULTS, ROOT, newest, read_rows
+from benchmarks.tables import (
     arena_tables,
-    bench_arena,
-    bench_regions,
-    bench_uses,
     checks,
     plots,
     readme_table,
@@ -26,8 +25,8 @@ from benchmarks import (
     tables,
     uses_tables,
 )
-from benchmarks.comparison import PEERS, TARGETS, Results, compare, peer_floor, show
-from benchmarks.results import RESULTS, ROOT, newest, read_rows
+from benchmarks.tables.comparison import PEERS, TARGETS, Results, compare, peer_floor, show
+from benchmarks.uses import bench_uses
 
 DOCUMENT = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"

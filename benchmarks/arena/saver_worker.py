@@ -1,4 +1,4 @@
-"""One case of `benchmarks.bench_regions` with torch_memory_saver, in a process of its own.
+"""One case of `benchmarks.arena.bench_regions` with torch_memory_saver, in a process of its own.
 
 Reads what to do as JSON on standard input and writes what was measured as one line of JSON.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench_regions import Region, measure
+from benchmarks.arena.bench_regions import Region, measure
 
 
 class SaverRegion(Region):

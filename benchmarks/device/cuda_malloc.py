@@ -2,7 +2,7 @@
 
 The size of its heap is a limit of the process, set before the first module that allocates is
 loaded, and its memory is taken for good; so it is measured in a process of its own. Some requests
-take it minutes or for ever: `benchmarks.rows.FAST_FOR_CUDA` says which are asked for.
+take it minutes or for ever: `benchmarks.device.rows.FAST_FOR_CUDA` says which are asked for.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from rich.console import Console
 from benchmarks.child import Child
 from benchmarks.options import require_device
 from benchmarks.results import PROVENANCE, RESULTS, RowFile
-from benchmarks.tables import table
+from benchmarks.tables.tables import table
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class Region:
         for number, tensor in enumerate(self.tensors):
             tensor.fill_(number % 251)
 
-    # What another allocator does in another way: see `benchmarks.saver_worker` --------------------
+    # What another allocator does in another way: see `benchmarks.arena.saver_worker` --------------
 
     def allocate(self, size: int, blocks: int) -> list[torch.Tensor]:
         import torch
@@ -173,7 +173,7 @@ def theirs(path: Path, device: torch.device, nbytes: int, blocks: int, case: str
     """
     wanted = {"path": str(path), "device": str(device), "nbytes": nbytes, "blocks": blocks,
               "case": case, "rounds": rounds}  # fmt: skip
-    child = Child("benchmarks.saver_worker", json.dumps(wanted))
+    child = Child("benchmarks.arena.saver_worker", json.dumps(wanted))
     found: dict[str, Any] | None = child.read(seconds=240)
     child.process.wait(60)
     if found is None:
@@ -244,8 +244,8 @@ def main(out: Path, rounds: int, device: str, memory_saver: Path | None) -> None
     require_device(device)
     import torch
 
+    from benchmarks.arena.host_parts import host_parts
     from benchmarks.harness import provenance
-    from benchmarks.host_parts import host_parts
 
     place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     source = provenance(place, seed=0, heap_bytes=0)
