@@ -5,11 +5,11 @@
     devalloc bench arena --device cpu      # tiny; `use` needs a GPU and is left out
     devalloc bench arena --only scale      # any number of blocks; rows go to arena/scale/
 
-Names of rows: ``training-4x256``: layers and width; ``one-16384``: a pattern of `arena_pairs` and
+Names of rows: ``training-4x256``: layers and width; ``one-16384``: a pattern of `pairs` and
 the bytes of its largest tensor; ``part-...``: a piece of the shortest way, alone. Both allocators
 take turns in one process, and ``ratio`` is ours over PyTorch's, turn by turn.
 
-``scale-free-1000000``: a case of `arena_scale` and how many blocks there are. These need no GPU and
+``scale-free-1000000``: a case of `scale` and how many blocks there are. These need no GPU and
 are measured when asked for; ``gpu`` names the processor.
 """
 

@@ -4,7 +4,7 @@ It repeats the decisions of ``kernels/batches.py`` (how long batches are, what r
 ready, renewed, opened or dissolved) for programs that run one after another, and nothing else of
 the heap. So it says how many programs of a launch have something rare to do, which is what launches
 of mixed sizes wait for; it does not say how long that takes, nor what programs do to one another
-that run at once. ``tests/test_batch_model.py`` holds it to the heap.
+that run at once. ``tests/benchmarks/test_batch_model.py`` holds it to the heap.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from devalloc.demo.run import (
 )
 from devalloc.report import load_snapshot, save_snapshot
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def random_graph(vertices: int, edges: int, seed: int) -> Graph:

@@ -9,7 +9,7 @@ from devalloc.kernels import layout
 from devalloc.sizes import CLASS_SIZES
 from tests.support import free_scalars, malloc_scalars
 
-DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
+DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 CLASS = CLASS_SIZES.index(1024)
 
 

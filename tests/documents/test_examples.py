@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ON_GPU
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 # As `python -m examples.NAME`, but interpreted kernels run faster.

@@ -12,7 +12,7 @@ import pytest
 import devalloc
 from devalloc import kernels as da
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "reference.md").read_text()
 
 HELP = """

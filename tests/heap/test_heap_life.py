@@ -25,7 +25,7 @@ from devalloc.sources import CudaSource, HostSource, Segment, Source
 from tests.conftest import ON_GPU
 from tests.support import DEVICE, int64
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def source() -> Source:

@@ -1,7 +1,7 @@
 """Random traces against a plain model: a dictionary of live blocks.
 
 A failing trace is named by its seed, which stands in the test's name; the trace depends on nothing
-else. ``pytest tests/test_model.py -k seed3`` replays one.
+else. ``pytest tests/heap/test_model.py -k seed3`` replays one.
 """
 
 import random

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "memory-order.md"
 ROW = re.compile(r"^\| `(\w+)` \| ([\w., ]+) \| \S", re.M)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ("LICENSE", "README.md", "devalloc", "kernels", "pyproject.toml")
 
 # Prints where both packages came from, after checking what an import must not do.

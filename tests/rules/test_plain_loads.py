@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-KERNELS = Path(__file__).resolve().parent.parent / "kernels"
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 # "module.function" -> why what it loads cannot change while it looks.
 ALLOWED = {

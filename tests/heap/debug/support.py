@@ -13,7 +13,7 @@ from devalloc import Heap, LeakWarning
 from devalloc.heap.debug_table import GUARD_BYTES, Fault
 from devalloc.sizes import PAGE_BYTES
 from tests import user_kernels as uk
-from tests.debug import kernels as dk
+from tests.heap.debug import kernels as dk
 from tests.support import DEVICE, free_lanes, free_scalars, int64, programs
 
 SHAPES = ["scalar", "lanes"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from devalloc import Heap, InvalidArgument, LeakWarning
-from tests.debug.support import SHAPES, debug_heap, free, malloc, no_leak_warning
+from tests.heap.debug.support import SHAPES, debug_heap, free, malloc, no_leak_warning
 
 pytestmark = pytest.mark.oldest
 

@@ -7,7 +7,7 @@ import devalloc
 from devalloc import DoubleFree, Heap, InvalidArgument, InvalidFree, OutOfMemory
 from devalloc.sizes import PAGE_BYTES
 from tests import user_kernels as uk
-from tests.debug.support import (
+from tests.heap.debug.support import (
     MODES,
     SHAPES,
     SIZES,

@@ -11,7 +11,7 @@ import torch
 from devalloc import Heap, InvalidPointer
 from devalloc.sizes import PAGE_BYTES
 from tests import user_kernels as uk
-from tests.debug.support import MODES, debug_heap, free, malloc, peek, shown
+from tests.heap.debug.support import MODES, debug_heap, free, malloc, peek, shown
 from tests.support import DEVICE, int64
 
 pytestmark = pytest.mark.oldest

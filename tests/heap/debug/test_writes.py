@@ -9,8 +9,8 @@ from devalloc.kernels.table import HEAD_WORDS
 from devalloc.sizes import PAGE_BYTES
 from tests import user_kernels as uk
 from tests.conftest import ON_GPU
-from tests.debug import kernels as dk
-from tests.debug.support import (
+from tests.heap.debug import kernels as dk
+from tests.heap.debug.support import (
     MODES,
     SHAPES,
     SIZES,
