@@ -2,7 +2,8 @@
 
 From the bottom up: `store` (segments, blocks and free lists), `policies` (which block serves),
 `cache` (the lock and the entry points), `block` (what `Arena.alloc` gives), `tensors` (tensors over
-blocks), `regions` (memory that is paused and resumed), `options` (what users pass), `arena`.
+blocks), `regions` (memory that is paused and resumed), `options` (what users pass), `arena` with
+its parts `pytorch_methods` and `statistics_methods`.
 """
 
 import sys

@@ -21,7 +21,9 @@ from devalloc.arena.cache.allocator import Cache
 from devalloc.arena.cache.private_pools import PrivatePool
 from devalloc.arena.options import cuda_place_of, resolve_limit, resolve_source, resolve_stream
 from devalloc.arena.policies.policy import Policy
+from devalloc.arena.pytorch_methods import PytorchMethods
 from devalloc.arena.regions import RegionMethods, Regions
+from devalloc.arena.statistics_methods import StatisticsMethods
 from devalloc.arena.tensors import Key, TensorStay, without_elements
 from devalloc.common.arguments import known_device, sizes_of
 from devalloc.common.owner import Owner
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from devalloc.interop.pytorch import Pool
 
 
-class Arena(RegionMethods, Owner):
+class Arena(RegionMethods, PytorchMethods, StatisticsMethods, Owner):
     """Memory of one device, cached, for tensors, blocks and heaps.
 
     Parameters
@@ -492,69 +494,6 @@ class Arena(RegionMethods, Owner):
 
     # Other libraries ------------------------------------------------------------------------------
 
-    def use(self) -> AbstractContextManager[None]:
-        """Within it PyTorch's own CUDA allocations of this thread come from this arena.
-
-        PyTorch's caching allocator keeps the blocks, with its speed and its ``record_stream``. It
-        takes its segments from the arena's source, under the arena's limit; `stats` counts them as
-        ``outside_*``. The segments stay with PyTorch from one `use` to the next; idle ones return
-        with `empty_cache`, with `close`, with the arena's end, or when the arena itself runs out.
-        Tensors may outlive all of these: their segments then return with the next `empty_cache` or
-        ``torch.cuda.empty_cache`` after the tensors are gone.
-
-        A backward pass runs on this thread too, and its gradients live in the arena: meanwhile
-        PyTorch does not use its worker threads for this thread, because their allocations would not
-        come from the arena. So in a backward pass over several devices the devices take turns.
-        Other threads, those of data loaders for instance, still allocate from PyTorch.
-
-        One thread at a time may be inside, for one arena; it may enter again for the same arena.
-        Inside a `region`, PyTorch's memory belongs to that one and sleeps with it; one `use` inside
-        another of the same arena switches. (A region that is entered inside `use` changes nothing
-        for PyTorch before the next `use`.) The region cannot be paused while a thread is inside.
-
-        While it is inside, other threads must not ask PyTorch for memory statistics or snapshots:
-        these wait for a lock of PyTorch and keep the GIL, which the callbacks need. Capture graphs
-        outside of `use`, with `capture`.
-
-        Raises
-        ------
-        InvalidArgument
-            For a closed arena, if `use` is active on another thread or for another arena, after
-            `install`, in a region that sleeps, or for a source other than ``"cuda"``, ``"async"``
-            and ``"virtual"``: adaptors could wait for locks.
-        DevallocError
-            If this PyTorch has no memory pools, or the callbacks cannot be compiled, as for
-            `install`.
-        torch.OutOfMemoryError
-            From PyTorch, when the limit or the source refuses a segment; its cause is the arena's
-            error.
-        """
-        from devalloc.interop import pluggable
-
-        self._require_open()
-        if pluggable.installed():
-            raise InvalidArgument("an arena serves all of PyTorch already; use() would do nothing")
-        region = self._regions.here()
-        tag = None if region is None else region.tag
-        if tag not in self._pytorch:
-            self._pytorch[tag] = self._pytorch_pool()
-        return self._pytorch[tag].use()
-
-    def _pytorch_pool(self) -> Pool:
-        """A new pool for PyTorch, in the region that this thread is in."""
-        from devalloc.interop.pytorch import Pool, live_blocks, require_fit
-
-        require_fit(self._source)
-        region = self._regions.here()
-        outside = None if region is None else self._regions.add_outside(region, live_blocks)
-        pool = Pool(self._cache, outside)
-        weakref.finalize(self, pool.forsake).atexit = False
-        return pool
-
-    def _empty_pytorch(self) -> int:
-        """Take back what PyTorch has and does not use; returns its bytes."""
-        return sum(pool.empty() for pool in tuple(self._pytorch.values()))
-
     def triton_allocator(self) -> Callable[[int, int, int | None], Holder]:
         """A function for ``triton.set_allocator``: scratch memory of launches from this arena.
 
@@ -590,7 +529,7 @@ class Arena(RegionMethods, Owner):
 
         return ArenaMemoryResource(self)
 
-    # Upkeep and reports ---------------------------------------------------------------------------
+    # Upkeep ---------------------------------------------------------------------------------------
 
     @property
     def cache(self) -> Cache:
@@ -613,71 +552,6 @@ class Arena(RegionMethods, Owner):
         if isinstance(self._source, VirtualSource) and not self._streams.capturing():
             self._source.trim()
         return released
-
-    def stats(self) -> dict[str, int]:
-        """Statistics under the names of ``torch.cuda.memory_stats``: bytes and counts.
-
-        Segments that PyTorch took in `use` are counted as ``outside_segment.current``,
-        ``.allocated``, ``.freed`` and ``outside_bytes.current``. With the source ``"virtual"``
-        there are also ``virtual_bytes.address_space``, ``.mapped`` and ``.idle``: what the source
-        has reserved and mapped, and what all sources of the device keep idle; and
-        ``backup_bytes.pinned``, ``.pageable`` and ``.disk`` for the backups of regions.
-        """
-        stats = {**self._cache.stats(), **self._cache.external.stats()}
-        if isinstance(self._source, VirtualSource):
-            virtual = self._source.stats()
-            for name in ("address_space", "mapped", "idle"):
-                stats[f"virtual_bytes.{name}"] = getattr(virtual, name)
-            stats.update(self._regions.stats())
-        return stats
-
-    def memory_allocated(self) -> int:
-        """Bytes of live tensors, blocks and heaps, rounded as the policy does."""
-        return self.stats()["allocated_bytes.all.current"]
-
-    def max_memory_allocated(self) -> int:
-        """The most that `memory_allocated` was since the start, or `reset_peak_memory_stats`."""
-        return self.stats()["allocated_bytes.all.peak"]
-
-    def memory_reserved(self) -> int:
-        """Bytes taken from the source, without what PyTorch took in `use`."""
-        return self.stats()["reserved_bytes.all.current"]
-
-    def max_memory_reserved(self) -> int:
-        """The most that `memory_reserved` was since the start, or `reset_peak_memory_stats`."""
-        return self.stats()["reserved_bytes.all.peak"]
-
-    def memory_stats(self) -> dict[str, int]:
-        """`stats`, under the name that it has in ``torch.cuda``."""
-        return self.stats()
-
-    def reset_peak_memory_stats(self) -> None:
-        """Start peaks again from the current values."""
-        self._cache.reset_peaks()
-
-    def memory_summary(self) -> str:
-        """A text with the statistics that people look at, and a picture of the memory."""
-        stats = self.stats()
-        lines = [f"{self!r}", f"{'':20}{'current':>12}{'peak':>12}{'allocated':>12}{'freed':>12}"]
-        for name in ("allocated", "active", "reserved", "requested", "inactive_split"):
-            kinds = ("current", "peak", "allocated", "freed")
-            sums = (format_size(stats[f"{name}_bytes.all.{kind}"]) for kind in kinds)
-            lines.append(f"{name:20}" + "".join(f"{value:>12}" for value in sums))
-        for name in ("allocation", "segment"):
-            counts = (stats[f"{name}.all.{kind}"] for kind in ("current", "peak"))
-            lines.append(f"{name + 's':20}" + "".join(f"{value:>12}" for value in counts))
-        lines.append(
-            f"source calls: {stats['num_device_alloc']} taken, {stats['num_device_free']} given "
-            f"back; retries: {stats['num_alloc_retries']}; out of memory: {stats['num_ooms']}"
-        )
-        return "\n".join([*lines, self._cache.report()])
-
-    def snapshot(self) -> dict[str, object]:
-        """All segments, blocks and the history, as ``torch.cuda.memory._snapshot`` gives them.
-
-        Plain types only, ready to pickle.
-        """
-        return self._cache.snapshot()
 
 
 class _ArenaSource:
