@@ -28,8 +28,8 @@ from devalloc.errors import (
 
 if TYPE_CHECKING:
     from devalloc.arena import Arena, Block
-    from devalloc.compiled import launcher
     from devalloc.heap import Heap, Snapshot, Stats
+    from devalloc.heap.compiled import launcher
 
 __version__ = "0.1.0"
 
@@ -61,7 +61,7 @@ _LAZY = {
     "Heap": "devalloc.heap",
     "Snapshot": "devalloc.heap",
     "Stats": "devalloc.heap",
-    "launcher": "devalloc.compiled",
+    "launcher": "devalloc.heap.compiled",
 }
 
 _locate_kernels.register()

@@ -28,7 +28,7 @@ def load_benchmark(name: str, root: Path | None = None) -> ModuleType:
     Parameters
     ----------
     name : str
-        Such as ``"bench_device"``.
+        Such as ``"device.bench_device"``.
     root : Path, optional
         Folder of the checkout. Default: the one that contains this package.
 
@@ -39,7 +39,8 @@ def load_benchmark(name: str, root: Path | None = None) -> ModuleType:
     """
     root = root or CHECKOUT
     folder = root / "benchmarks"
-    if not (folder / f"{name}.py").is_file():
+    file = folder.joinpath(*name.split(".")).with_suffix(".py")
+    if not file.is_file():
         raise DevallocError(
             f"the benchmarks are not installed with devalloc, and {folder} does not have them: "
             "clone the repository and install it with pip install -e ."
@@ -47,7 +48,7 @@ def load_benchmark(name: str, root: Path | None = None) -> ModuleType:
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
     module = importlib.import_module(f"benchmarks.{name}")
-    found = Path(str(module.__file__)).resolve().parent
-    if found != folder:
-        raise DevallocError(f"another package is named benchmarks: {found}, not {folder}")
+    found = Path(str(module.__file__)).resolve()
+    if found != file:
+        raise DevallocError(f"another package is named benchmarks: {found}, not {file}")
     return module

@@ -246,7 +246,7 @@ def replay(
 
     from devalloc.replay.files import load_trace
     from devalloc.replay.policies import chosen_policies, replay_policies
-    from devalloc.replay.report import describe_trace, replay_table, require_room, save_plot
+    from devalloc.replay.summary import describe_trace, replay_table, require_room, save_plot
 
     chosen = chosen_policies(policies)
     trace = load_trace(trace_file, device)
@@ -265,18 +265,18 @@ class Benchmarks(click.Group):
     """The commands of ``benchmarks/``, each imported when it is used."""
 
     MODULES = {  # noqa: RUF012
-        "arena": "bench_arena",
-        "batches": "bench_batches",
-        "compare": "compare",
-        "device": "bench_device",
-        "litmus": "bench_litmus",
-        "order": "bench_order",
-        "plot": "plots",
-        "process": "bench_process",
-        "regions": "bench_regions",
-        "sanitize": "bench_sanitize",
-        "stress": "bench_stress",
-        "uses": "bench_uses",
+        "arena": "arena.bench_arena",
+        "batches": "device.bench_batches",
+        "compare": "tables.compare",
+        "device": "device.bench_device",
+        "litmus": "stress.bench_litmus",
+        "order": "device.bench_order",
+        "plot": "tables.plots",
+        "process": "arena.bench_process",
+        "regions": "arena.bench_regions",
+        "sanitize": "stress.bench_sanitize",
+        "stress": "stress.bench_stress",
+        "uses": "uses.bench_uses",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:

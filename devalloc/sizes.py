@@ -12,6 +12,7 @@ from typing import Any
 
 from devalloc.errors import InvalidArgument
 
+MIB = 1 << 20
 PAGE_BYTES = 1 << 16
 MAX_SLOT = 1 << 15
 
@@ -28,6 +29,11 @@ _UNITS = {
     "TB": 10**12,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def round_up(nbytes: int, unit: int) -> int:
+    """``nbytes`` up to a multiple of ``unit``."""
+    return (nbytes + unit - 1) // unit * unit
 
 
 def parse_size(size: int | str) -> int:

@@ -121,10 +121,10 @@ def plain(annotation: Any) -> str:
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties with a docstring, in the order in which they are defined."""
+    """Public methods and properties with a docstring: its own as they are defined, then others."""
     seen = set()
     protocols = [base for base in cls.__mro__[1:] if base.__name__ in PROTOCOLS]
-    for base in reversed(cls.__mro__):
+    for base in (cls, *reversed(cls.__mro__[1:])):
         if not base.__module__.startswith("devalloc") or base in protocols:
             continue
         for name in vars(base):

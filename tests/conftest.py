@@ -37,7 +37,7 @@ settings.load_profile("devalloc")
 
 # What interleaves programs stands on greenlet, which users of the heap need not have.
 HAS_GREENLET = find_spec("greenlet") is not None
-collect_ignore = [] if HAS_GREENLET else ["interleaving", "test_examples.py"]
+collect_ignore = [] if HAS_GREENLET else ["interleaving", "documents/test_examples.py"]
 
 
 def pytest_report_header() -> list[str]:
@@ -53,10 +53,10 @@ LONGEST = (
     "compile/test_budget.py",
     "interleaving",
     "arena/test_threads.py",
-    "debug",
-    "test_stress.py",
-    "test_traces.py",
-    "test_batches.py",
+    "heap/debug",
+    "benchmarks/test_stress.py",
+    "heap/test_traces.py",
+    "kernels/test_batches.py",
 )
 
 
@@ -97,8 +97,8 @@ def device() -> str:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick() -> Iterator[None]:
-    """Interpreted kernels run several times as fast. `tests/test_plain_interpreter.py`, which goes
-    without, shows that they do the same."""
+    """Interpreted kernels run several times as fast. `tests/heap/test_plain_interpreter.py`, which
+    goes without, shows that they do the same."""
     if ON_GPU or not HAS_GREENLET:
         yield
         return

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.lines.race import FOLDER
 from benchmarks.results import ROOT, newest, read_rows
-from benchmarks.tables import table, write_block
+from benchmarks.tables.tables import table, write_block
 
 DOCUMENT = ROOT / "docs" / "compact-heap.md"
 

@@ -23,7 +23,7 @@ from devalloc.demo.graph import Graph
 from devalloc.demo.lists import ENTRY_BYTES, AdjacencyLists
 from devalloc.demo.reference import expected_lists, first_difference
 from devalloc.errors import CorruptionError, OutOfMemory
-from devalloc.heap_state import FREE, Snapshot
+from devalloc.heap.state import FREE, Snapshot
 from devalloc.report.memory_map import save_memory_map
 from devalloc.sizes import format_size
 

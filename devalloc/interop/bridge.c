@@ -136,11 +136,11 @@ static unsigned long long integer(const void *address)
 
 enum { MAX_DEVICES = 64, LOG_ROWS = 1 << 15, ROWS_OF_A_CALL = 4, MAX_PLANS = 1 << 16 };
 
-/* As in devalloc/cache/front.py. A word about a block is its home, FIRST of its segment, its state. */
+/* As in devalloc/arena/cache/front.py. A word about a block is its home, FIRST of its segment, its state. */
 enum { FREE_BLOCK, LENT_BLOCK, KEPT_BLOCK, SHARED_BLOCK, STATES = 3 };
 enum { FIRST_BLOCK = 4, HOME_SHIFT = 3, WORDS_OF_A_BLOCK = 4 };
 
-/* Rows as in devalloc/cache/statistics.py, whose test compares them. */
+/* Rows as in devalloc/arena/store/statistics.py, whose test compares them. */
 enum { MALLOC = 2, FREE = 4, SPLIT_IN = 10, SPLIT_OUT = 12, MALLOC_PART = 18, FREE_PART = 20 };
 
 struct block {
@@ -165,7 +165,7 @@ struct table {
     uint64_t mask, used;
 };
 
-/* How the policy chooses: see devalloc.cache.policy.FrontRule. */
+/* How the policy chooses: see devalloc.arena.policies.policy.FrontRule. */
 struct rule {
     unsigned long long least_rest[2], oversize, slack;
     int halves, takes_tail;

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from devalloc.errors import DevallocError
 
 if TYPE_CHECKING:
-    from devalloc.cache.policy import FrontRule
+    from devalloc.arena.policies.policy import FrontRule
 
 _MODULES: dict[str, ModuleType] = {}
 
@@ -96,7 +96,7 @@ def connect(
 
 
 class Front:
-    """The front of one device, in the C functions of one purpose: see `devalloc.cache.front`.
+    """The front of one device, in the C functions of one purpose: see `devalloc.arena.cache.front`.
 
     Parameters
     ----------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from devalloc.arena_options import LEGACY_DEFAULT
+from devalloc.arena.options import LEGACY_DEFAULT
 from devalloc.errors import DevallocError, InvalidArgument
 
 try:
@@ -16,7 +16,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from devalloc.arena import Arena, Block
+    from devalloc.arena.block import Block, BlockSource
 
 
 def _handle(stream: Any) -> int:
@@ -32,7 +32,7 @@ def _handle(stream: Any) -> int:
 class ArenaMemoryResource(MemoryResource):
     """Buffers from an arena; see `devalloc.Arena.memory_resource`."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: BlockSource) -> None:
         self._arena = arena
         self._on_device = arena.device.type == "cuda"
         self._blocks: dict[int, Block] = {}

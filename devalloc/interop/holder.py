@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from devalloc.sizes import require_power_of_two
 
 if TYPE_CHECKING:
-    from devalloc.arena import Arena, Block
+    from devalloc.arena.block import Block, BlockSource
 
 
 class Holder:
@@ -18,7 +18,7 @@ class Holder:
 
     Parameters
     ----------
-    arena : Arena
+    arena : devalloc.Arena
     nbytes : int
     stream : int, optional
         Handle of the stream; default: the current stream.
@@ -37,7 +37,7 @@ class Holder:
     __slots__ = ("_address", "_arena", "_block")
 
     def __init__(
-        self, arena: Arena, nbytes: int, stream: int | None = None, alignment: int = 1
+        self, arena: BlockSource, nbytes: int, stream: int | None = None, alignment: int = 1
     ) -> None:
         require_power_of_two("an alignment", alignment)
         extra = alignment if alignment > 256 and nbytes > 0 else 0

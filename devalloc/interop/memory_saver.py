@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from devalloc.arena import Arena
-from devalloc.arguments import known_device
+from devalloc.common.arguments import known_device
 from devalloc.errors import InvalidArgument
 from devalloc.interop import pytorch
 from devalloc.sizes import quote, size_option

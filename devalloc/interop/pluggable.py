@@ -25,7 +25,7 @@ from devalloc.errors import DevallocError, InvalidArgument
 from devalloc.interop import bridge, pytorch
 
 if TYPE_CHECKING:
-    from devalloc.cache import Cache
+    from devalloc.arena.cache.allocator import Cache
 
 
 class AllocationWarning(RuntimeWarning):

@@ -2,8 +2,8 @@
 
 PyTorch's caching allocator keeps its blocks and asks two callbacks for segments only. It calls them
 while it holds its own lock, and they need the GIL, so they must not wait for a thread that may want
-either. They use `devalloc.cache.external.External`, which takes no lock, and nothing else of the
-cache.
+either. They use `devalloc.arena.store.external.External`, which takes no lock, and nothing else of
+the cache.
 
 One pair of callbacks serves the whole process and is never given up: a segment may come back long
 after its pool and its arena are gone. The address tells which arena gave it.
@@ -28,8 +28,8 @@ from devalloc.interop import bridge
 from devalloc.sources import AsyncSource, CudaSource, VirtualSource, cudart
 
 if TYPE_CHECKING:
-    from devalloc.cache import Cache
-    from devalloc.regions.outside import Outside
+    from devalloc.arena.cache.allocator import Cache
+    from devalloc.arena.regions.outside import Outside
     from devalloc.sources import Source
 
 # Long enough for a callback of another thread to end; nobody waits for another use() to end.
@@ -37,7 +37,7 @@ _CLAIM_WAIT_S = 0.1
 
 
 class Giver(Protocol):
-    """Where segments come from: `devalloc.cache.external.External`, or `Outside` for a region."""
+    """Where segments come from: `External` of the cache's store, or `Outside` for a region."""
 
     @property
     def held(self) -> int:

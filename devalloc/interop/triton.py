@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from devalloc.interop.holder import Holder
 
 if TYPE_CHECKING:
-    from devalloc.arena import Arena
+    from devalloc.arena.block import BlockSource
 
 
-def allocator(arena: Arena) -> Callable[[int, int, int | None], Holder]:
+def allocator(arena: BlockSource) -> Callable[[int, int, int | None], Holder]:
     """A function for ``triton.set_allocator``; see `devalloc.Arena.triton_allocator`."""
 
     def allocate(size: int, alignment: int, stream: int | None) -> Holder:

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
+from devalloc.common.foreign import refusing, whole_number
 from devalloc.errors import InvalidArgument
-from devalloc.foreign import refusing, whole_number
-from devalloc.replay.pytorch import load_plain_pickle, snapshot_trace
+from devalloc.replay.torch_snapshots import load_plain_pickle, snapshot_trace
 from devalloc.replay.trace import Event, Recorded, Trace, TraceBuilder
 
 MARK = "# devalloc trace 1"

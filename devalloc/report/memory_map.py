@@ -20,7 +20,7 @@ from matplotlib.colors import hsv_to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from devalloc.heap_state import FREE, RUN, SLAB, Snapshot
+from devalloc.heap.state import FREE, RUN, SLAB, Snapshot
 from devalloc.sizes import format_size
 
 RGB = tuple[float, float, float]

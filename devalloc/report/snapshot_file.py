@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from devalloc.common.foreign import refusing
 from devalloc.errors import InvalidArgument
-from devalloc.foreign import refusing
-from devalloc.heap_state import FREE, RUN, SLAB, Snapshot
+from devalloc.heap.state import FREE, RUN, SLAB, Snapshot
 
 FORMAT = "devalloc heap snapshot 1"
 PAGE_TABLES = ("page_kind", "page_class", "page_live", "page_slots", "run_pages")

@@ -4,10 +4,10 @@ A source hands out segments and takes them back; it knows nothing of heaps or bl
 which can be wrapped around any source, are in `devalloc.sources.adaptors`.
 """
 
-from devalloc.sources.base import Capabilities, Segment, Source
 from devalloc.sources.cuda import CudaSource
 from devalloc.sources.host import HostSource, PinnedSource
 from devalloc.sources.simulated import SimulatedSource
+from devalloc.sources.source import Capabilities, Segment, Source
 from devalloc.sources.stream_ordered import AsyncSource
 from devalloc.sources.virtual import VirtualSource, VirtualStats
 

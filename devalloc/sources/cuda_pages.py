@@ -15,7 +15,7 @@ import torch
 from devalloc.errors import DevallocError, InvalidArgument, OutOfMemory
 from devalloc.sizes import format_size
 from devalloc.sources import cudart
-from devalloc.sources.base import Segment
+from devalloc.sources.source import Segment
 
 ACCESS_PATIENCE_S = 2.0
 """How long `CudaPages.allow` repeats a call that the driver is not ready for."""
@@ -48,7 +48,7 @@ def _gone(status: Any) -> bool:
 
 
 class CudaPages:
-    """Virtual memory of one CUDA device: see `devalloc.sources.pages.Pages`.
+    """Virtual memory of one CUDA device: see `devalloc.sources.virtual_calls.Pages`.
 
     Raises
     ------

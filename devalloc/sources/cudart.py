@@ -15,7 +15,7 @@ import torch
 
 from devalloc.errors import DevallocError, OutOfMemory
 from devalloc.sizes import format_size
-from devalloc.sources.base import Segment
+from devalloc.sources.source import Segment
 
 
 def runtime() -> ModuleType:

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from devalloc.cleanup import call_for_finalizers
+from devalloc.common.cleanup import call_for_finalizers
 from devalloc.errors import OutOfMemory
 from devalloc.sizes import parse_size
-from devalloc.sources.pages import Pages
+from devalloc.sources.virtual_calls import Pages
 
 DEFAULT_IDLE_LIMIT = 1 << 30
 _RELEASE_WAIT_S = 1.0

@@ -13,7 +13,7 @@ import torch
 from devalloc.errors import OutOfMemory
 from devalloc.sizes import format_size
 from devalloc.sources import cudart
-from devalloc.sources.base import Capabilities, Ledger, Segment
+from devalloc.sources.source import Capabilities, Ledger, Segment
 
 
 class HostSource:

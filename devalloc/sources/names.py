@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from devalloc.errors import InvalidArgument
-from devalloc.sources.base import Source
 from devalloc.sources.cuda import CudaSource
 from devalloc.sources.host import HostSource
+from devalloc.sources.source import Source
 from devalloc.sources.stream_ordered import AsyncSource
 from devalloc.sources.virtual import VirtualSource
 

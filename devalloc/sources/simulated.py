@@ -8,7 +8,7 @@ import torch
 
 from devalloc.errors import InvalidArgument, OutOfMemory
 from devalloc.sizes import format_size, parse_size
-from devalloc.sources.base import Capabilities, Ledger, Segment, granularity_of
+from devalloc.sources.source import Capabilities, Ledger, Segment, granularity_of
 
 
 class SimulatedSource:
@@ -100,7 +100,7 @@ class SimulatedSource:
             elif parts:
                 self._give(sum(parts.values()))
 
-    # As a source that maps memory: see `devalloc.sources.base.Mappable` ---------------------------
+    # As a source that maps memory: see `devalloc.sources.source.Mappable` -------------------------
 
     def reserve(self, nbytes: int) -> int:
         self._out.check(nbytes)

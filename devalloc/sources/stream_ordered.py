@@ -10,7 +10,7 @@ import torch
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import format_size, parse_size
 from devalloc.sources import cudart
-from devalloc.sources.base import Capabilities, Ledger, Segment
+from devalloc.sources.source import Capabilities, Ledger, Segment
 
 
 class AsyncSource:

@@ -22,13 +22,13 @@ from collections.abc import Iterator
 
 import torch
 
-from devalloc.cleanup import call_for_finalizers
+from devalloc.common.cleanup import call_for_finalizers
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import format_size, is_integer, parse_size, quote, require_power_of_two
-from devalloc.sources.base import Capabilities, Ledger, Segment, bytes_taken
 from devalloc.sources.cuda_pages import CudaPages
 from devalloc.sources.handles import Handle, HandlePool, pool_of
-from devalloc.sources.pages import HostPages, Pages
+from devalloc.sources.source import Capabilities, Ledger, Segment, bytes_taken
+from devalloc.sources.virtual_calls import HostPages, Pages
 
 LARGEST_HANDLE = 1 << 30
 """Bytes. Larger handles cost the same per byte."""

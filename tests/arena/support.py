@@ -11,7 +11,7 @@ import torch
 
 from devalloc import OutOfMemory
 from devalloc.cache import Cache, Policy
-from devalloc.sources.base import Capabilities
+from devalloc.sources.source import Capabilities
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

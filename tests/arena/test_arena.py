@@ -360,7 +360,7 @@ def test_tensors_park_under_the_stream_that_owns_them(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever way the stream was named."""
-    monkeypatch.setattr("devalloc.arena.resolve_stream", lambda stream, device: stream % 10)
+    monkeypatch.setattr("devalloc.arena.arena.resolve_stream", lambda stream, device: stream % 10)
     for stream in (10, 0, None):
         tensor = arena.empty(100, stream=stream)
         address = tensor.data_ptr()

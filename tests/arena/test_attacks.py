@@ -22,7 +22,7 @@ from types import FrameType
 
 import pytest
 
-import devalloc.cache
+import devalloc.arena
 from devalloc import (
     Arena,
     DevallocError,
@@ -575,7 +575,7 @@ def test_a_filter_is_not_asked_in_the_middle_of_a_call() -> None:
 
 def test_without_the_global_lock_arenas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
-    package = Path(devalloc.cache.__file__)
+    package = Path(devalloc.arena.__file__)
     with pytest.raises(DevallocError, match="arenas need the global interpreter lock"):
         runpy.run_path(str(package))
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from devalloc import Arena, DevallocError, InvalidArgument, OutOfMemory
+from devalloc.arena.store import expandable
 from devalloc.cache import (
     POLICIES,
     AutoGrowthPolicy,
@@ -21,14 +22,13 @@ from devalloc.cache import (
     Cache,
     FrugalPolicy,
     TorchPolicy,
-    expandable,
     make_policy,
 )
-from devalloc.replay.pytorch import snapshot_trace
+from devalloc.replay.torch_snapshots import snapshot_trace
 from devalloc.sources import SimulatedSource, VirtualSource, cuda_pages, cudart, handles
 from devalloc.sources.adaptors import StatisticsAdaptor
 from devalloc.sources.cuda_pages import CudaPages
-from devalloc.sources.pages import HostPages
+from devalloc.sources.virtual_calls import HostPages
 from tests.arena.support import KIB, MIB, FakeStreams, NumberSource
 from tests.arena.test_attacks import places
 from tests.sources.doubles import FakeDriver

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import pytest
 
 from devalloc import Arena
-from devalloc.cache import Cache, forks
+from devalloc.arena.cache import forks
+from devalloc.cache import Cache
 from tests.arena.support import MIB, NumberSource
 
 pytestmark = [

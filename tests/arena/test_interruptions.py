@@ -15,8 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from devalloc import Arena, DevallocError, InvalidArgument
+from devalloc.arena.store.streams import HostStreams
 from devalloc.cache import Cache
-from devalloc.cache.streams import HostStreams
 from devalloc.sources import HostSource
 from devalloc.sources.adaptors import StatisticsAdaptor
 from tests.arena.support import MIB, NumberSource
@@ -258,7 +258,7 @@ def test_what_another_stream_used_goes_back_after_the_end(how: str) -> None:
 
 
 def test_a_type_first_seen_among_fake_tensors_is_as_good_as_others() -> None:
-    from devalloc.tensors import _blank
+    from devalloc.arena.tensors import _blank
 
     _blank.cache_clear()
     arena = Arena(source="host")

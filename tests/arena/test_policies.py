@@ -12,6 +12,10 @@ from typing import ClassVar
 import pytest
 
 from devalloc import InvalidArgument, OutOfMemory
+from devalloc.arena.policies.bfc_policy import bin_of
+from devalloc.arena.policies.torch_policy import next_division
+from devalloc.arena.store.blocks import FreeList
+from devalloc.arena.store.store import Store
 from devalloc.cache import (
     AutoGrowthPolicy,
     BfcPolicy,
@@ -20,10 +24,6 @@ from devalloc.cache import (
     TorchPolicy,
     make_policy,
 )
-from devalloc.cache.bfc_policy import bin_of
-from devalloc.cache.blocks import FreeList
-from devalloc.cache.store import Store
-from devalloc.cache.torch_policy import next_division
 from tests.arena.support import GIB, KIB, MIB, FakeStreams, NumberSource, cache
 
 TWO_POOLS = pytest.mark.parametrize("policy", ["tiny", "torch"])

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from devalloc import Arena, DevallocError, InvalidArgument, OutOfMemory
-from devalloc.regions import backups, disk, host_memory
-from devalloc.regions.layout import Run, gathered, lay_out, within
+from devalloc.arena.regions import backups, disk, host_memory
+from devalloc.arena.regions.backup_layout import Run, gathered, lay_out, within
 from devalloc.sources import VirtualSource, host, libc
-from devalloc.sources.pages import HostPages
+from devalloc.sources.virtual_calls import HostPages
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that counts as one on a disk, wherever the tests run."""
-    from devalloc.regions import methods
+    from devalloc.arena.regions import methods
 
     monkeypatch.setattr(methods, "is_in_ram", lambda _: False)
     return tmp_path

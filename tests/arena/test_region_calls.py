@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from devalloc import DevallocError, OutOfMemory
-from devalloc.regions import host_memory
-from devalloc.regions.copies import copies_on
-from devalloc.regions.host_memory import HostMemory
+from devalloc.arena.regions import host_memory
+from devalloc.arena.regions.copies import copies_on
+from devalloc.arena.regions.host_memory import HostMemory
 from devalloc.sources import cudart
 from tests.arena.support import MIB, FakeStreams
 from tests.sources.doubles import FakeRuntime

@@ -19,7 +19,7 @@ import torch
 from devalloc import Arena, DevallocError, InvalidArgument, OutOfMemory
 from devalloc.sources import VirtualSource
 from devalloc.sources.cuda_pages import CudaPages
-from devalloc.sources.pages import HostPages
+from devalloc.sources.virtual_calls import HostPages
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

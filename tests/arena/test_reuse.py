@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from devalloc import Arena, InvalidArgument
-from devalloc.cache import reuse as module
+from devalloc.arena.cache import reuse as module
 from tests.arena.support import MIB, FakeStreams
 
 SHAPE = (1000,)
@@ -358,7 +358,7 @@ def test_closing_and_dropping_free_what_is_parked(arena: Arena) -> None:
     assert cache.reserved == 2 * MIB
     del late
     assert cache.reserved == 0
-    assert not [stay for stay in module._STAYS if stay.cache is cache]
+    assert not [stay for stay in module._STAYS if stay.reuse is cache.reuse]
 
 
 def test_a_late_push_is_found(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +379,7 @@ def test_a_late_push_is_found(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> 
         engine.audit()
     assert not events
     assert engine.reserved == 0
-    assert not [stay for stay in module._STAYS if stay.cache is engine]
+    assert not [stay for stay in module._STAYS if stay.reuse is engine.reuse]
 
 
 @pytest.mark.parametrize("policy", ["torch", "bfc"])

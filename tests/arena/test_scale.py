@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import pytest
 
+from devalloc.arena.store.blocks import SortedSet
 from devalloc.cache import AutoGrowthPolicy, BfcPolicy, Cache, FrugalPolicy, Policy
-from devalloc.cache.blocks import SortedSet
 from tests.arena.support import KIB, MIB, NumberSource
 
 FEW, MANY = 100, 3000

@@ -195,7 +195,9 @@ def is_long(case: Case, target: str) -> bool:
 def row_cases() -> list[Case]:
     """What is launched for the benchmark's rows. Not in the budget: to look at while working."""
     return [
-        Case("benchmarks.workloads", name, types, warps, {"LANES": lanes} if lanes > 1 else {})
+        Case(
+            "benchmarks.device.workloads", name, types, warps, {"LANES": lanes} if lanes > 1 else {}
+        )
         for name, types, lanes, warps in ROW_KERNELS
     ]
 

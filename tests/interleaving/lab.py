@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from devalloc import Heap
-from devalloc.heap_state import MIN_SHELF
+from devalloc.heap.state import MIN_SHELF
 from devalloc.sizes import PAGE_BYTES
 from devalloc.testing import Exhaustive, Interleaving, Launch, Report, Run, Strategy
 from tests.interleaving.history import History, blocks_of

@@ -13,7 +13,7 @@ import torch
 from triton import knobs
 
 from devalloc import Arena
-from devalloc.cache import cache as cache_module
+from devalloc.arena.cache import allocator as cache_module
 from devalloc.interop.bridge import Functions
 from devalloc.sources import SimulatedSource
 from tests.arena.support import FakeStreams

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from devalloc import Arena, OutOfMemory
+from devalloc.arena.store import statistics as rows
+from devalloc.arena.store.blocks import FreeList
 from devalloc.cache import BfcPolicy, Cache, Policy, TorchPolicy
-from devalloc.cache import statistics as rows
-from devalloc.cache.blocks import FreeList
 from devalloc.interop import bridge, pluggable
 from devalloc.interop.pluggable import AllocationWarning
 from tests.arena.support import KIB, MIB, FakeStreams, NumberSource
@@ -184,7 +184,7 @@ def test_every_block_is_where_the_policy_puts_it(policy: str, make: Callable[...
 def test_the_states_of_blocks_are_those_of_the_loan() -> None:
     from importlib import resources
 
-    from devalloc.cache import front
+    from devalloc.arena.cache import front
 
     text = resources.files("devalloc.interop").joinpath("bridge.c").read_text()
     names = ("FREE", "LENT", "KEPT", "SHARED")

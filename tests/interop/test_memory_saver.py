@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from devalloc import InvalidArgument, OutOfMemory
+from devalloc.arena.regions import backups, methods
 from devalloc.interop import memory_saver
 from devalloc.interop.memory_saver import MemorySaver
-from devalloc.regions import backups, methods
 from tests.arena.support import MIB
 
 Make = Callable[[int, float], torch.Tensor]

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from devalloc import Arena, InvalidArgument, OutOfMemory
+from devalloc.arena.regions import Outside
 from devalloc.interop import pytorch
-from devalloc.regions import Outside
 from devalloc.sources import VirtualSource
-from devalloc.sources.pages import HostPages
+from devalloc.sources.virtual_calls import HostPages
 from tests.arena.support import MIB
 from tests.interop.support import called
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from devalloc import InvalidArgument
 from devalloc.replay.engine import Replay, Uncached, recorded_replay, replay
-from devalloc.replay.report import POINTS, describe_trace, replay_table, save_plot
+from devalloc.replay.summary import POINTS, describe_trace, replay_table, save_plot
 from devalloc.replay.trace import Event, Recorded, Trace
 from devalloc.sources import Source
 
@@ -177,7 +177,7 @@ def test_plot(tmp_path: Path) -> None:
 
 
 def test_a_thin_curve_keeps_its_peaks() -> None:
-    from devalloc.replay.report import _thinned
+    from devalloc.replay.summary import _thinned
 
     values = [1.0] * 10_000
     values[7_777] = 5.0

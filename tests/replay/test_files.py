@@ -9,7 +9,7 @@ import pytest
 
 from devalloc import InvalidArgument, OutOfMemory
 from devalloc.replay.files import load_trace, read_log, save_compact
-from devalloc.replay.pytorch import snapshot_trace
+from devalloc.replay.torch_snapshots import snapshot_trace
 from devalloc.replay.trace import Event, Recorded, Trace
 from devalloc.sources import HostSource
 from devalloc.sources.adaptors import LimitAdaptor, LogAdaptor

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.compare import REPLAY
-from benchmarks.replay_tables import BIG_SEGMENTS, REPLAYED, replay_trace, tables_of
-from benchmarks.replay_tables import TRACES as FOLDER
+from benchmarks.tables.compare import REPLAY
+from benchmarks.tables.replay_tables import BIG_SEGMENTS, REPLAYED, replay_trace, tables_of
+from benchmarks.tables.replay_tables import TRACES as FOLDER
 from devalloc.replay.engine import Replay
 from devalloc.replay.policies import ALLOCATORS, replay_policies
 from devalloc.replay.trace import Trace, TraceBuilder

@@ -9,11 +9,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import record_traces
-from benchmarks.record_traces import Mismatch, cross_check
-from benchmarks.trace_workloads import WORKLOADS
+from benchmarks.arena import record_traces
+from benchmarks.arena.record_traces import Mismatch, cross_check
+from benchmarks.arena.trace_workloads import WORKLOADS
 from devalloc.replay.files import load_trace
-from devalloc.replay.pytorch import snapshot_trace
+from devalloc.replay.torch_snapshots import snapshot_trace
 from tests.replay.torch_like import TorchLike
 
 

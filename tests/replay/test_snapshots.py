@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from devalloc import InvalidArgument
 from devalloc.replay.files import load_trace
-from devalloc.replay.pytorch import snapshot_trace
+from devalloc.replay.torch_snapshots import snapshot_trace
 from devalloc.replay.trace import Event, Recorded
 from tests.replay.torch_like import SEGMENT, TorchLike, a_snapshot
 

@@ -12,7 +12,7 @@ import torch
 
 from devalloc import OutOfMemory
 from devalloc.sources import Capabilities, Segment, Source
-from devalloc.sources.base import require_free, require_request
+from devalloc.sources.source import require_free, require_request
 
 
 class CountingSource:

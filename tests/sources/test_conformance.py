@@ -40,7 +40,7 @@ from devalloc.sources.adaptors import (
     StatisticsAdaptor,
     TrackingAdaptor,
 )
-from devalloc.sources.base import Mappable
+from devalloc.sources.source import Mappable
 from tests.sources.doubles import CountingSource, CrookedSource
 
 GPU = torch.device("cuda", 0)

@@ -24,7 +24,7 @@ from devalloc.report.environment import virtual_memory_on
 from devalloc.sources import Segment, VirtualSource, cuda_pages, cudart, handles
 from devalloc.sources.cuda_pages import CudaPages
 from devalloc.sources.handles import HandlePool
-from devalloc.sources.pages import HostPages
+from devalloc.sources.virtual_calls import HostPages
 from tests.sources.doubles import FakeDriver
 
 CPU = torch.device("cpu")
@@ -721,7 +721,7 @@ def test_on_the_cpu_every_call_may_fail(
     ctypes.memset(address, 5, 5000)
 
     from devalloc.sources import libc as libc_calls
-    from devalloc.sources import pages
+    from devalloc.sources import virtual_calls as pages
 
     class Failing:
         def __getattr__(self, name: str) -> object:

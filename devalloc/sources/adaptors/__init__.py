@@ -4,7 +4,7 @@ An adaptor is a `Source` like any other. It is safe to use from several threads,
 when a call fails, and refuses a wrong free just as the source inside does.
 """
 
-from devalloc.sources.adaptors.base import Adaptor
+from devalloc.sources.adaptors.adaptor import Adaptor
 from devalloc.sources.adaptors.bounds import AlignedAdaptor, LimitAdaptor
 from devalloc.sources.adaptors.failures import (
     FailureCallbackAdaptor,

@@ -6,8 +6,8 @@ import threading
 
 from devalloc.errors import InvalidFree, OutOfMemory
 from devalloc.sizes import format_size, parse_size, require_power_of_two
-from devalloc.sources.adaptors.base import Adaptor
-from devalloc.sources.base import (
+from devalloc.sources.adaptors.adaptor import Adaptor
+from devalloc.sources.source import (
     Source,
     bytes_taken,
     granularity_of,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection
 
 from devalloc.errors import InvalidArgument, OutOfMemory
 from devalloc.sizes import format_size, quote, require_count, require_fraction
-from devalloc.sources.adaptors.base import Adaptor
-from devalloc.sources.base import Source, require_request
+from devalloc.sources.adaptors.adaptor import Adaptor
+from devalloc.sources.source import Source, require_request
 
 _MAX_SECONDS = 1e9
 """Well within what a lock can wait."""

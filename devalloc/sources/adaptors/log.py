@@ -10,8 +10,8 @@ from types import TracebackType
 
 from devalloc.errors import DevallocError, InvalidArgument
 from devalloc.sizes import quote
-from devalloc.sources.adaptors.base import Adaptor
-from devalloc.sources.base import Source, require_free, require_request
+from devalloc.sources.adaptors.adaptor import Adaptor
+from devalloc.sources.source import Source, require_free, require_request
 
 LOG_COLUMNS = ("Thread", "Time", "Action", "Pointer", "Size", "Stream")
 """The columns, RMM's."""

@@ -9,8 +9,8 @@ import traceback
 
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import format_size, require_count
-from devalloc.sources.adaptors.base import Adaptor
-from devalloc.sources.base import Source, bytes_taken, require_free
+from devalloc.sources.adaptors.adaptor import Adaptor
+from devalloc.sources.source import Source, bytes_taken, require_free
 
 
 @dataclasses.dataclass

@@ -1,0 +1,1 @@
+"""Arenas beside PyTorch's allocator: tensors, training runs, whole programs, regions."""

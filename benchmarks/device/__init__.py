@@ -1,0 +1,1 @@
+"""The device heap, row by row: what a malloc and a free cost."""

@@ -1,0 +1,1 @@
+"""Which block serves a request, and what is tried when none does: one module for each policy."""

@@ -1,0 +1,696 @@
+"""`Heap`: memory that kernels allocate from."""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+
+import torch
+
+from devalloc.common.arguments import index_or_list, require_dtype, sizes_of
+from devalloc.common.owner import Owner
+from devalloc.errors import (
+    DevallocError,
+    DoubleFree,
+    InvalidArgument,
+    InvalidFree,
+    InvalidFreeError,
+    InvalidPointer,
+    LeakWarning,
+    OutOfMemory,
+    Overflow,
+    UseAfterFree,
+)
+from devalloc.heap import jagged as host_rows
+from devalloc.heap import state as heap_state
+from devalloc.heap.compiled import mark_static, refuse
+from devalloc.heap.debug_table import DebugTable, Fault, Tags, largest_request
+from devalloc.heap.devices import INTERPRETED, on_device, resolve_device
+from devalloc.heap.leaks import LeakReport
+from devalloc.heap.state import Geometry, Snapshot, State, Stats
+from devalloc.kernels import debug_upkeep, layout, rows, upkeep
+from devalloc.sizes import PAGE_BYTES, format_size, parse_size
+from devalloc.sources import CudaSource, HostSource, Segment, Source
+from devalloc.sources.names import NAMES, named_source
+
+__all__ = ["Heap", "Snapshot", "Stats"]
+
+_MAX_PAGES = 1 << 23
+# Blocks are wide in the interpreter, where a program costs the same whatever its width.
+_BLOCK = 1024 if INTERPRETED else 128
+
+_CLOSED = "the heap is closed"
+
+_KINDS: tuple[tuple[type[DevallocError], str], ...] = (
+    (DoubleFree, "double free"),
+    (InvalidFree, "invalid free"),
+    (OutOfMemory, "out of memory"),
+    (InvalidArgument, "invalid argument"),
+    (Overflow, "overflow"),
+    (UseAfterFree, "use after free"),
+    (InvalidPointer, "invalid pointer"),
+)
+
+
+class Heap(Owner):
+    """Device memory that kernels subdivide with ``malloc`` and ``free``.
+
+    Parameters
+    ----------
+    capacity : int or str
+        Bytes, or text such as ``"256MiB"``; rounded down to whole pages of 64 KiB. The heap's
+        own state lies elsewhere and takes 0.8 to 1 % more from 4 MiB on, 1.5 % for 1 MiB, and
+        8 to 15 KiB for a heap of less.
+    device : torch.device, str or int, optional
+        A CUDA device, or the CPU under Triton's interpreter. Default: the current CUDA device,
+        or the CPU when interpreting.
+    source : str or Source, optional
+        Where the memory comes from: ``"cuda"``, ``"virtual"``, ``"async"``, ``"host"``, or a source
+        object. Default: cudaMalloc, or host memory when interpreting.
+    debug : bool or "full"
+        Find overflows, uses after free, double frees and leaks, and say whose block it was: see
+        docs/guide/debugging.md. The first 64 bytes of a freed block are watched, with "full"
+        all of them. A debug heap takes a quarter of the capacity more. Each block takes 32
+        bytes more (a power of two up to 32 KiB takes twice its size), and at least 64 bytes.
+
+    Raises
+    ------
+    InvalidArgument
+        If the capacity is under one page or over 512 GiB, the device cannot run the kernels, or
+        ``source`` is not a source that has memory there.
+    OutOfMemory
+        If the source has not enough memory.
+
+    Notes
+    -----
+    Use it in a ``with`` block: at the end of the block recorded errors are raised and the heap is
+    closed. Making a heap does not synchronise beyond what the source does: the heap is ready for
+    the current stream, and for other streams once they have waited for that one. Methods that
+    read the heap (`check`, `faults`, `leaks`, `stats`, `audit`, `snapshot`) wait for the device
+    first, and so do `reset`, `clear_errors` and `close`. A heap that is dropped without `close`
+    gives its memory back when its last handle and its last tensor are gone. It belongs to one
+    process, and can be neither copied nor pickled.
+    """
+
+    @torch.inference_mode(False)  # or nobody could write the handle outside of inference mode
+    def __init__(
+        self,
+        capacity: int | str,
+        device: torch.device | str | int | None = None,
+        source: str | Source | None = None,
+        debug: bool | str = False,
+    ) -> None:
+        if debug not in (True, False, "full"):
+            raise InvalidArgument(f'debug is True, False or "full", not {debug!r}')
+        pages = parse_size(capacity) // PAGE_BYTES
+        if pages < 1:
+            raise InvalidArgument(
+                f"a heap of {capacity!r} cannot hold one page of {format_size(PAGE_BYTES)}"
+            )
+        if pages > _MAX_PAGES:
+            raise InvalidArgument(
+                f"a heap holds at most {format_size(_MAX_PAGES * PAGE_BYTES)}, not {capacity!r}"
+            )
+        self.device = resolve_device(device)
+        if source is None:
+            source = HostSource() if self.device.type == "cpu" else CudaSource(self.device)
+        elif isinstance(source, str):
+            source = named_source(source, self.device)
+        elif isinstance(source, type) or not callable(getattr(source, "allocate", None)):
+            raise InvalidArgument(
+                f"a source is one of {NAMES}, or an object such as "
+                f"devalloc.sources.HostSource(), not {source!r}"
+            )
+        self._geometry = Geometry.of(pages)
+        self._failures_before = 0
+        # (In a debug heap even the first block has a guard in front of it, and wrong pointers lead
+        # there: see kernels/pointers.py.)
+        front = PAGE_BYTES if debug else 0
+        data = Segment(source, front + pages * PAGE_BYTES, alignment=PAGE_BYTES)
+        self.capacity = pages * PAGE_BYTES
+        self.base = data.address + front
+        self._tags = Tags()
+        self._debug = DebugTable(source, pages, self.base, debug == "full") if debug else None
+        # A kernel needs only the handle to reach all of this.
+        keeps = (data,) if self._debug is None else (data, self._debug.segment)
+        self._control = Segment(source, self._geometry.words * 8, keeps=keeps)
+        # An arena's memory may be asleep for a while.
+        self._refusal_at = getattr(source, "refusal_at", None)
+        self._data: Segment | None = data
+        self._handle = self._control.view().view(torch.int64)
+        # What kernels get. By its type they know a debug heap.
+        self._argument = self._handle if self._debug is None else self._handle.view(torch.uint64)
+        mark_static(self._argument)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        heap_state.initialise(self._handle, self._geometry, self.base)
+        if self._debug is not None:
+            self._debug.attach(self._handle)
+
+    # Life -------------------------------------------------------------------------------------
+
+    @property
+    def handle(self) -> torch.Tensor:
+        """The argument to pass to kernels: an int64 tensor on the heap's device.
+
+        A debug heap's is a uint64 tensor: by the type a kernel knows that the heap is one.
+
+        Raises
+        ------
+        InvalidArgument
+            If the heap is closed, or if the current device, on which Triton launches kernels, is
+            not the heap's.
+        """
+        refusal = self._refusal()
+        if refusal:
+            # (torch.compile traces this, and the error is for when the code runs.)
+            if torch.compiler.is_compiling():
+                refuse(self._argument, refusal)
+            else:
+                raise InvalidArgument(refusal)
+        return self._argument
+
+    def _refusal(self) -> str:
+        """Why kernels cannot be launched with the handle now; empty if they can."""
+        if self.closed:
+            return _CLOSED
+        if refusal := self._asleep():
+            return refusal
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            return (
+                f"the heap lives on {self.device}, but kernels are launched on the current device "
+                f"cuda:{torch.cuda.current_device()}; launch inside torch.cuda.device("
+                f"{self.device.index})"
+            )
+        return ""
+
+    def _asleep(self) -> str:
+        """Why the heap's memory cannot be used now; empty if it can."""
+        # (torch.compile could not trace the arena, and compiled code does not ask again anyway.)
+        if self._refusal_at is None or torch.compiler.is_compiling():
+            return ""
+        refusal = self._refusal_at(self._control.address)
+        return f"the heap cannot be used: {refusal}" if refusal else ""
+
+    @property
+    def closed(self) -> bool:
+        return self._data is None
+
+    def close(self) -> None:
+        """Give the memory back (once no tensor made by `tensor` refers to it).
+
+        Waits for the device. Closing twice is harmless. A debug heap with live blocks issues a
+        `LeakWarning` that contains its leak report. In a kernel that is launched later with an
+        old `handle`, malloc returns 0 and every free is a wrong free.
+
+        A heap in a region of an arena that is asleep cannot be closed: InvalidArgument. Dropping
+        it gives its memory back.
+        """
+        self._close(warn=True)
+
+    def _close(self, warn: bool) -> None:
+        if self._data is not None:
+            self._require_open()
+            self._synchronise()
+            leaks = self.leaks() if warn and self._debug is not None else None
+            heap_state.retire(self._handle)
+            self._synchronise()
+            self._control.keeps = () if self._debug is None else (self._debug.segment,)
+            self._data = None
+            self._debug = None
+            self._handle = self._argument = torch.empty(0, dtype=torch.int64, device="cpu")
+            del self._control
+            if leaks:
+                warnings.warn(f"{self!r}, with live blocks:\n{leaks}", LeakWarning, stacklevel=3)
+
+    def __enter__(self) -> Heap:
+        self._require_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        done = False
+        try:
+            if not self.closed:
+                self._check_at_end(error)
+            done = kind is None
+        finally:
+            if self.closed or not self._asleep():  # or the error is raised, or there is one
+                self._close(warn=done)
+
+    def _check_at_end(self, error: BaseException | None) -> None:
+        """`check`. If there is an ``error`` already, add what kernels recorded to it as a note,
+        because that may be the cause."""
+        try:
+            self.check()
+        except DevallocError as recorded:
+            if error is None:
+                raise
+            if sys.version_info >= (3, 11):
+                error.add_note(f"Before that {self!r} had recorded: {recorded}")
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"on {self.device}"
+        return f"<devalloc.Heap {format_size(self.capacity)} {state}>"
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise InvalidArgument(_CLOSED)
+        if refusal := self._asleep():
+            raise InvalidArgument(refusal)
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # Looking ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise the first error that kernels recorded, with the counts of all, and clear them.
+
+        Does nothing if kernels have recorded no error. Waits for the device.
+
+        Raises
+        ------
+        DoubleFree, InvalidFree, OutOfMemory, InvalidArgument, InvalidPointer
+            From any heap.
+        Overflow, UseAfterFree
+            From a debug heap. There these and wrong frees come before the other errors, and the
+            message of a wrong free says whose block it was.
+        """
+        self._require_open()
+        self._synchronise()
+        first = layout.ERRORS.value
+        counts = self._handle[first : first + len(_KINDS)].tolist()
+        if not any(counts):
+            return
+        message = ", ".join(
+            f"{count} x {name}" for count, (_, name) in zip(counts, _KINDS, strict=True) if count
+        )
+        # (A program that was killed in between may have counted an error without recording it.)
+        unrecorded = next(kind for kind, count in enumerate(counts) if count), 0, 0, 0
+        fault = (self.faults() or [self._fault(*unrecorded)])[0]
+        details = fault.message
+        if fault.kind is OutOfMemory and fault.size <= self.capacity:
+            state = heap_state.describe(self.stats())
+            details += f" when its kernel ran; now {state}; make the heap larger or free sooner"
+        self.clear_errors()
+        raise fault.kind(f"{details}. Recorded by kernels since the last check: {message}")
+
+    def faults(self) -> list[Fault]:
+        """The errors that kernels have recorded since the last `check`.
+
+        These are the first 16 errors. A debug heap gives the first 32 overflows, uses after free
+        and wrong frees, followed by the other errors among the first 16. Changes nothing; waits
+        for the device.
+        """
+        self._require_open()
+        self._synchronise()
+        first = layout.RECORD_COUNT.value
+        end = layout.RECORDS.value + 4 * layout.MAX_RECORDS.value
+        count, *words = self._handle[first:end].tolist()
+        words = words[layout.RECORDS.value - first - 1 :]
+        recorded = range(0, 4 * min(count, layout.MAX_RECORDS.value), 4)
+        faults = [self._fault(*words[at : at + 4]) for at in recorded]
+        if self._debug is not None:
+            with on_device(self.device):
+                known = self._debug.faults(self._tags)
+            faults = known + [at for at in faults if not issubclass(at.kind, InvalidFreeError)]
+        return faults
+
+    def leaks(self) -> LeakReport:
+        """The live blocks of a debug heap, by tag, with sizes and ages. Waits for the device.
+
+        Raises
+        ------
+        InvalidArgument
+            If this is not a debug heap, or if it is closed.
+        """
+        self._require_open()
+        if self._debug is None:
+            raise InvalidArgument("only a debug heap knows its blocks: use Heap(..., debug=True)")
+        self._synchronise()
+        with on_device(self.device):
+            return self._debug.leaks(self._tags)
+
+    def tag(self, name: str) -> int:
+        """The number of an owner's name, to be passed to ``malloc`` in kernels.
+
+        Within one heap a name always has the same number. Messages and leak reports of a debug
+        heap show the name; other heaps ignore tags. Numbers from 1 to 255 may be used without a
+        name; 0 is no tag.
+
+        Raises
+        ------
+        InvalidArgument
+            For what is not text, and for text that is empty or all digits: reports show numbers
+            without a name so.
+        """
+        if not isinstance(name, str):
+            raise InvalidArgument(f"the name of a tag is text, not {name!r}")
+        return self._tags.number(name)
+
+    def _fault(self, kind: int, address: int, size: int, program: int) -> Fault:
+        error = _KINDS[kind][0]
+        text = self._describe(error, address, size, program)
+        finder = "free" if issubclass(error, InvalidFreeError) else "malloc"
+        if error is InvalidPointer or address == layout.IN_ROWS.value:
+            finder = "gather or scatter"
+        return Fault(error, address, 0, size, "", finder, program, text)
+
+    def _describe(self, error: type[DevallocError], address: int, size: int, program: int) -> str:
+        where = f"in program {program}"
+        offset = address - self.base
+        place = (
+            f"offset {offset:#x} of the heap"
+            if 0 <= offset < self.capacity
+            else "not an address of this heap"
+        )
+        if error is DoubleFree:
+            return (
+                f"double free of {address:#x} ({place}) {where}: nothing lives there; it was "
+                "freed before or never allocated"
+            )
+        if error is InvalidFree:
+            return (
+                f"invalid free of {address:#x} ({place}) {where}: it is not the start of an "
+                "allocation; free exactly what malloc returned"
+            )
+        if error is OutOfMemory:
+            guards = "" if self._debug is None else " (with the guards of a debug heap)"
+            text = f"malloc of {format_size(size)}{guards} failed {where}"
+            if size > self.capacity:
+                text += f": the whole heap has {format_size(self.capacity)}"
+            return text
+        if error is InvalidPointer:
+            what = f"gather or scatter of {size} bytes at {address:#x} ({place}) {where}"
+            if address == 0:
+                return f"{what}: malloc gave no memory there; give such rows the length 0"
+            return (
+                f"{what}: no block of so many bytes lives there; it was freed, never allocated, or "
+                "is smaller"
+            )
+        if address == layout.IN_ROWS.value:
+            if size < 0:
+                return f"a row of {size} elements {where}: offsets of rows never decrease"
+            return f"gather or scatter {where}: the values have no room for {size} elements"
+        return f"malloc of {size} bytes {where}: a size cannot be negative"
+
+    def clear_errors(self) -> None:
+        """Forget recorded errors. Waits for the device."""
+        self._require_open()
+        self._synchronise()
+        failures = layout.ERRORS.value + layout.E_OUT_OF_MEMORY.value
+        self._failures_before += int(self._handle[failures])
+        end = layout.RECORDS.value + 4 * layout.MAX_RECORDS.value
+        self._handle[layout.ERRORS.value : end].zero_()
+        if self._debug is not None:
+            self._debug.clear_faults()
+        self._synchronise()
+
+    def stats(self) -> Stats:
+        """How full the heap is, and how much it was used.
+
+        Gives cached empty pages back first (see `trim`), as a malloc that needs them would, and
+        waits for the device.
+        """
+        self.trim()
+        stats = self._state().stats(self._failures_before)
+        if self._debug is None:
+            return stats
+        return replace(stats, largest_free=largest_request(stats.largest_free))
+
+    def snapshot(self) -> Snapshot:
+        """All pages at this moment, to draw or compare. Trims first, then waits for the device."""
+        self.trim()
+        return self._state().snapshot(str(self.device))
+
+    def audit(self) -> None:
+        """Check the invariants H1 to H4 of the whole heap. Waits for the device.
+
+        Raises
+        ------
+        CorruptionError
+            Its message names the invariant that does not hold, and where.
+        Overflow, UseAfterFree
+            In a debug heap, if a guard has changed anywhere: see docs/guide/debugging.md.
+        """
+        self._require_open()
+        self._state().audit()
+        self.trim()
+        state = self._state()
+        state.audit()
+        if self._debug is not None:
+            with on_device(self.device):
+                self._debug.audit(self._handle, state.live_blocks(), self._tags)
+
+    def _state(self) -> State:
+        self._synchronise()
+        return State(self._handle, self._geometry)
+
+    # Using ------------------------------------------------------------------------------------
+
+    def malloc(self, sizes: torch.Tensor | Sequence[int] | int, tag: int | str = 0) -> torch.Tensor:
+        """Allocate one block per element of ``sizes``, in one launch on the current stream.
+
+        Parameters
+        ----------
+        sizes : int, sequence of ints, or int64 tensor of any shape on the heap's device
+            Bytes of each block. An int is one block, and gives a tensor without dimensions.
+        tag : int or str
+            The owner of the blocks, for a debug heap: a name, a number from 1 to 255, or a number
+            that `tag` returned. 0 is no tag.
+
+        Returns
+        -------
+        int64 tensor of the same shape
+            Addresses; 0 where there was no memory, which is recorded: see `check`. The call does
+            not synchronise.
+        """
+        sizes = self._requests(sizes, "sizes")
+        number = self._tags.number(tag)
+        addrs = torch.empty_like(sizes)
+        if self._debug is None:
+            self._launch(upkeep.malloc_kernel, sizes, addrs)
+        else:
+            self._launch(debug_upkeep.malloc_tagged_kernel, sizes, addrs, tag=number)
+        return addrs
+
+    def free(self, addrs: torch.Tensor | Sequence[int] | int) -> None:
+        """Free blocks by address (zeros are ignored), in one launch on the current stream.
+
+        Wrong addresses change nothing and are recorded: see `check`. Does not synchronise.
+        """
+        self._launch(upkeep.free_kernel, self._requests(addrs, "addrs"))
+
+    def usable_size(self, addrs: torch.Tensor | Sequence[int] | int) -> torch.Tensor:
+        """Usable bytes of each block, 0 where none lives. One launch; does not synchronise."""
+        addrs = self._requests(addrs, "addrs")
+        sizes = torch.empty_like(addrs)
+        self._launch(upkeep.usable_size_kernel, addrs, sizes)
+        return sizes
+
+    @torch.inference_mode(False)  # or nobody could write the tensor outside of inference mode
+    def tensor(
+        self, addr: int | torch.Tensor, shape: int | Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A tensor over one allocation, without a copy. Waits for the current stream.
+
+        The tensor does not own the allocation: free the address when you no longer use the
+        tensor. The tensor does keep the heap's memory as a whole from being given back.
+
+        A tensor without elements needs no allocation: any address will do, also the 0 that malloc
+        gave for 0 bytes, and nothing is waited for.
+
+        Raises
+        ------
+        InvalidArgument
+            If nothing lives at ``addr``, if the block is too small, or if an argument is not an
+            address, a shape or a type.
+        """
+        dims = sizes_of(shape)
+        require_dtype(dtype)
+        nbytes = math.prod(dims) * dtype.itemsize
+        try:
+            address = operator.index(addr)
+        except TypeError:
+            raise InvalidArgument(f"an address is one integer, not {addr!r}") from None
+        self._require_open()
+        if nbytes == 0:
+            return torch.empty(dims, dtype=dtype, device=self.device)
+        if address == 0:
+            raise InvalidArgument(
+                "nothing is allocated at address 0: malloc gave no memory; Heap.check says why"
+            )
+        usable = int(self.usable_size([address])[0])
+        if nbytes > usable:
+            raise InvalidArgument(
+                f"a {dtype} tensor of shape {dims} has {nbytes} bytes; "
+                + (f"the block at {address:#x} has {usable}" if usable else
+                   f"nothing is allocated at {address:#x}")
+            )  # fmt: skip
+        assert self._data is not None
+        view = self._data.view(address - self._data.address, nbytes)
+        return view.view(dtype).view(dims)
+
+    def gather(
+        self,
+        addrs: torch.Tensor | Sequence[int],
+        lengths: torch.Tensor | Sequence[int],
+        dtype: torch.dtype,
+        total: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy many blocks into one tensor, end to end: rows of any lengths, as in torch.nested.
+
+        Parameters
+        ----------
+        addrs : int64 tensor on the heap's device, any shape, or a sequence of ints
+            The blocks, as malloc returned them.
+        lengths : tensor of integers of the shape of ``addrs``, or a sequence of ints
+            How many elements of each block to copy, from its start. Where it is 0 the address may
+            be anything. On the CPU, or on the heap's device.
+        dtype : torch.dtype
+            What the blocks hold.
+        total : int, optional
+            How many elements ``values`` has; the sum of the lengths, or more, and then nothing is
+            said of the rest. Needed only to avoid waiting.
+
+        Returns
+        -------
+        values : tensor of ``dtype``, shape (total,)
+        offsets : int64 tensor, shape (n + 1,)
+            Row i is ``values[offsets[i] : offsets[i + 1]]``, and
+            ``torch.nested.nested_tensor_from_jagged(values, offsets)`` has these rows.
+
+        Raises
+        ------
+        InvalidArgument
+            For other arguments, and, if the lengths are on the CPU, if one is negative or ``total``
+            is less than their sum.
+
+        Notes
+        -----
+        One launch on the current stream, after a prefix sum. If the lengths are on the CPU, or with
+        ``total``, nothing is waited for; otherwise the call waits for the lengths. Recorded (see
+        `check`) are as InvalidPointer blocks that are not live or smaller than their row, which
+        becomes zeros; and as InvalidArgument, for lengths on a device, negative ones (``values`` is
+        worth nothing then), and a ``total`` that is too small (what has no room is left out).
+        """
+        known = host_rows.known_total(total)
+        require_dtype(dtype)
+        addrs = self._requests(addrs, "addrs")
+        counts = host_rows.lengths_of(lengths, addrs.shape, self.device)
+        if counts.device.type == "cpu":
+            offsets = host_rows.offsets_on_host(counts)
+            known = host_rows.total_of(known, int(offsets[-1]))
+            offsets = self._upload(offsets)
+        else:
+            offsets = host_rows.offsets_of(counts)
+            if known is None:
+                known = max(0, int(offsets[-1]))
+        values = torch.empty(known, dtype=dtype, device=self.device)
+        self._move_rows(rows.gather_kernel, addrs, offsets, values)
+        return values, offsets
+
+    def scatter(
+        self,
+        values: torch.Tensor,
+        offsets: torch.Tensor,
+        addrs: torch.Tensor | Sequence[int],
+    ) -> None:
+        """Copy rows of one tensor into blocks: the way back from `gather`.
+
+        Parameters
+        ----------
+        values : tensor on the heap's device, shape (total,)
+        offsets : int64 tensor on the heap's device, shape (n + 1,)
+            Row i is ``values[offsets[i] : offsets[i + 1]]``.
+        addrs : int64 tensor on the heap's device, any shape, or a sequence of ints
+            The n blocks, as malloc returned them; anything for rows without elements.
+
+        Notes
+        -----
+        One launch on the current stream; waits for nothing. Rows whose blocks are not live or too
+        small are left out, and recorded as in `gather`; so are offsets that do not grow, or end
+        behind the values.
+        """
+        addrs = self._requests(addrs, "addrs")
+        host_rows.check_values(values, offsets, addrs.numel(), self.device)
+        values = values.detach().resolve_conj().resolve_neg().contiguous()
+        self._move_rows(rows.scatter_kernel, addrs, offsets.contiguous(), values)
+
+    def reset(self) -> None:
+        """Free everything and forget errors and counts. Waits for the device.
+
+        No address from before may be used or freed afterwards.
+        """
+        self._require_open()
+        self._synchronise()
+        self._initialise()
+        self._failures_before = 0
+        self._synchronise()
+
+    def trim(self) -> None:
+        """Give cached empty pages back to the page level. One launch; does not synchronise.
+
+        Never needed for correctness: a malloc that finds no memory does the same by itself.
+        """
+        self._require_open()
+        batches, places = self._geometry.batches, self._geometry.places
+        grid = ((max(batches, places) + 63) // 64,)
+        with on_device(self.device):
+            upkeep.trim_kernel[grid](self._handle, batches, num_warps=1)
+
+    def _requests(self, values: torch.Tensor | Sequence[int] | int, name: str) -> torch.Tensor:
+        self._require_open()
+        if not isinstance(values, torch.Tensor):
+            try:
+                numbers = index_or_list(values)
+                return self._upload(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                raise InvalidArgument(
+                    f"{name} must be a 64-bit integer, a list of them, or an int64 tensor: {error}"
+                ) from error
+        if values.dtype != torch.int64 or values.device != self.device:
+            raise InvalidArgument(
+                f"{name} must be an int64 tensor on {self.device}, not {values.dtype} on "
+                f"{values.device}"
+            )
+        return values.contiguous()
+
+    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the CPU on the heap's device, for the current stream, without waiting."""
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _move_rows(
+        self, kernel: object, addrs: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        if addrs.numel():
+            units, each = host_rows.as_units(values)
+            with on_device(self.device):
+                kernel[host_rows.grid_of(units.numel())](  # type: ignore[index]
+                    self._argument, addrs, offsets, units, addrs.numel(), values.numel(),
+                    UNIT=each, SPAN=host_rows.SPAN, LANES=host_rows.LANES,
+                    ITEMS=host_rows.ITEMS, num_warps=host_rows.WARPS,
+                )  # fmt: skip
+
+    def _launch(self, kernel: object, *tensors: torch.Tensor, **more: int) -> None:
+        n = tensors[0].numel()
+        if n:
+            grid = ((n + _BLOCK - 1) // _BLOCK,)
+            with on_device(self.device):
+                kernel[grid](  # type: ignore[index]
+                    self._argument, *tensors, n, **more, BLOCK=_BLOCK, num_warps=1
+                )
