@@ -165,7 +165,8 @@ def _audit_places(state: State) -> None:
     number = (words >> layout.NUMBER_SHIFT.value) & layout.NUMBER_MASK.value
     misplaced = some & (number % g.ring != np.arange(g.ring))
     fail(misplaced, "H4: places with the number of another one")
-    # Only the lower bits of the number of a place are known.
+    # Only the lower bits of the number of a place are known. (A place is overwritten when the ring
+    # has gone round, long before half of the numbers are used up.)
     behind = (opened[:, None] - 1 - number) % _NUMBERS
     young = np.where(
         opened[:, None] <= _NUMBERS, number >= opened[:, None], behind >= _NUMBERS // 2
