@@ -78,12 +78,13 @@ def test_arrays_lie_one_behind_the_other(pages: int) -> None:
     g = Geometry.of(pages)
     sizes = {
         "lines": (layout.LINES.value, g.lines * layout.LINE_STRIDE.value),
-        "idle": (g.idle_words, g.idle),
         "records": (g.records, pages * layout.RECORD_WORDS.value),
         "rows": (g.rows, (CLASSES + 1) * g.chunks),
+        "idle": (g.idle_words, g.idle),
         "places": (g.places, g.lines * g.ring),
         "magazines": (g.magazine_words, g.magazines),
     }
+    assert g.records == layout.LINES.value + g.lines * layout.LINE_STRIDE.value
     end = layout.HINTS.value + layout.HINT_COPIES.value * layout.HINT_STRIDE.value
     for name, (start, length) in sizes.items():
         assert end <= start < end + 16, name

@@ -150,14 +150,13 @@ def _audit_places(state: State) -> None:
     """H4: no ring has places that its line has not opened, or that lead beyond the heap."""
     g = state.geometry
     words, opened = state.places()
-    lines = np.arange(g.lines)
 
     def fail(wrong: np.ndarray, message: str) -> None:
         if wrong.any():
             line, place = np.argwhere(wrong)[0]
             raise CorruptionError(
                 f"{message}: {int(wrong.sum())} places, the first is place {place} of line "
-                f"{lines[line] % g.stripes} of class {line // g.stripes} "
+                f"{line % g.stripes} of class {line // g.stripes} "
                 f"(word {int(words[line, place]):#x})"
             )
 

@@ -79,20 +79,20 @@ class Geometry:
         return CLASSES * self.stripes
 
     @property
-    def idle_words(self) -> int:
-        return layout.LINES.value + self.lines * layout.LINE_STRIDE.value
-
-    @property
     def records(self) -> int:
-        return _aligned(self.idle_words + self.idle)
+        return _aligned(layout.LINES.value + self.lines * layout.LINE_STRIDE.value)
 
     @property
     def rows(self) -> int:
         return _aligned(self.records + self.pages * layout.RECORD_WORDS.value)
 
     @property
-    def places(self) -> int:
+    def idle_words(self) -> int:
         return _aligned(self.rows + (CLASSES + 1) * self.chunks)
+
+    @property
+    def places(self) -> int:
+        return _aligned(self.idle_words + self.idle)
 
     @property
     def magazine_words(self) -> int:
@@ -152,5 +152,5 @@ def retire(handle: torch.Tensor, geometry: Geometry) -> None:
 
 def _start_lines(handle: torch.Tensor, geometry: Geometry) -> None:
     # Places begin with number 1, so that a ring of zeros has none that is open.
-    lines = handle[layout.LINES.value : geometry.idle_words : layout.LINE_STRIDE.value]
+    lines = handle[layout.LINES.value : geometry.records : layout.LINE_STRIDE.value]
     lines.fill_(layout.OPENED.value)

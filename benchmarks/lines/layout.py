@@ -5,11 +5,11 @@
     32..111         errors and their records, as in the heap                 malloc, free
     HINTS           per copy: the first chunk that may have free pages       malloc, free
     LINES           per class and stripe: the line word                      malloc
-    idle words      where lanes swap that have nothing to swap               malloc, free
     page records    per page: 64 words of live bits, the page word, the      malloc, free
                     length of a run, padding
     rows            a bit per page, 64 pages to a word: free pages, and for  malloc, free
                     each class those with room for half of their slots
+    idle words      where lanes swap that have nothing to swap               malloc, free
     places          per line: a ring of the pages its tickets lead to        malloc
     magazines       per program index and class: a span of slots             malloc, free
 

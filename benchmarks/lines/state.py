@@ -170,7 +170,7 @@ class State:
         words = _copy(self.handle[g.places : g.places + g.lines * g.ring])
         # (See `place_ptr`: neighbours lie a cache line apart.)
         words = words.reshape(g.lines, spread, g.ring // spread)
-        lines = self.handle[layout.LINES.value : g.idle_words : layout.LINE_STRIDE.value]
+        lines = self.handle[layout.LINES.value : g.records : layout.LINE_STRIDE.value]
         opened = ((_copy(lines) + (1 << 31)) >> 32) & layout.PLACE_MASK.value
         return words.swapaxes(1, 2).reshape(g.lines, g.ring), opened
 
