@@ -14,7 +14,7 @@ import triton.language as tl
 
 from benchmarks.lines import layout
 from benchmarks.lines.audit import audit
-from benchmarks.lines.blocks import block_start
+from benchmarks.lines.blocks import block_start, usable_any
 from benchmarks.lines.geometry import CLASSES, MAX_PAGES, Geometry, retire
 from benchmarks.lines.host import Lines, pairs_kernel
 from benchmarks.lines.state import State
@@ -400,12 +400,21 @@ def test_inner_addresses_lead_to_their_block() -> None:
     assert found.tolist() == starts
 
 
+@triton.jit
+def usable_scalar_kernel(heap, addrs, sizes):
+    at = tl.program_id(0)
+    tl.store(sizes + at, usable_any(heap, tl.load(addrs + at), at >= 0))
+
+
 def test_only_what_lives_has_a_size() -> None:
     heap = of_pages(20)
     addrs = malloc(heap, [64, 1024, 70_000])
     wrong = [0, heap.base - 16, heap.base + 20 * PAGE_BYTES, *(addrs + 16).tolist(), 5]
     assert heap.usable_size(torch.tensor(wrong)).tolist() == [0] * 7
     assert heap.usable_size(addrs).tolist() == [64, 1024, 131_072]
+    sizes = torch.zeros_like(addrs)
+    usable_scalar_kernel[(3,)](heap.handle, addrs, sizes)
+    assert sizes.tolist() == [64, 1024, 131_072]
     free(heap, addrs)
     assert heap.usable_size(addrs).tolist() == [0, 0, 0]
 
