@@ -7,13 +7,16 @@ import triton
 import triton.language as tl
 
 import devalloc
-from benchmarks.lines import layout
+from benchmarks.lines.audit import audit
+from benchmarks.lines.geometry import Geometry, initialise
 from benchmarks.lines.heap import free, malloc
 from benchmarks.lines.search import take_what_rests
+from benchmarks.lines.state import State, Stats
+from benchmarks.lines.upkeep import trim_kernel, usable_size_kernel
 from devalloc import kernels as da
+from devalloc.heap_state import Snapshot
 from devalloc.sizes import PAGE_BYTES
 
-CLASSES = 38
 NOWHERE = 1 << 40
 """The address of page 0 where no memory is behind the pages: nothing reads or writes it."""
 
@@ -169,42 +172,57 @@ class Lines(Raced):
         stripes: int | None = None,
         ring: int | None = None,
     ) -> None:
-        self.pages = pages = nbytes // PAGE_BYTES
-        self.stripes = stripes = stripes or min(8, 1 << max(0, (pages // 1024).bit_length() - 1))
-        ring = ring or min(1024, max(16, 1 << (pages // 64).bit_length()))
-        base = NOWHERE
+        self.geometry = Geometry.of(nbytes // PAGE_BYTES, stripes, ring)
+        self.pages = self.geometry.pages
+        self.base = NOWHERE
         if memory:
             self.data = torch.zeros(nbytes + PAGE_BYTES, dtype=torch.uint8, device=device)
-            base = -(-self.data.data_ptr() // PAGE_BYTES) * PAGE_BYTES
-        chunks = -(-pages // 64)
-        records = layout.LINES.value + CLASSES * stripes * layout.LINE_STRIDE.value
-        self.words = records + pages * layout.RECORD_WORDS.value
-        places = self.words + chunks * (CLASSES + 1)
-        magazines = places + CLASSES * stripes * ring
-        held = 1 << (pages // 2).bit_length()
-        state = torch.zeros(magazines + held, dtype=torch.int64)
-        state[layout.MAGAZINES.value] = magazines
-        state[layout.MAGAZINE_MASK.value] = held - 1
-        state[layout.BASE.value] = base
-        state[layout.STRIPES_AND_RING.value] = stripes + (ring.bit_length() - 1 << 16)
-        state[layout.RECORDS.value] = records
-        state[layout.ROWS.value] = self.words
-        state[layout.PLACES.value] = places
-        state[layout.CHUNKS.value] = chunks
-        state[layout.PAGES.value] = pages
-        # Places begin with number 1, so that a ring of zeros has none that is open.
-        state[layout.LINES.value : records : layout.LINE_STRIDE.value] = 1 << 32
-        state[self.words : self.words + chunks] = -1
-        if pages % 64:
-            state[self.words + chunks - 1] = (1 << pages % 64) - 1
-        self.handle = state.to(device)
-        self.chunks = chunks
+            self.base = -(-self.data.data_ptr() // PAGE_BYTES) * PAGE_BYTES
+        self.handle = torch.empty(self.geometry.words, dtype=torch.int64, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Make it a new heap: nothing lives, and nothing was counted."""
+        initialise(self.handle, self.geometry, self.base)
 
     def rest(self) -> int:
         """Take what rests: spans out of magazines, and empty pages that are kept."""
         rested = torch.zeros(1, dtype=torch.int64, device=self.handle.device)
         rest_kernel[(1,)](self.handle, rested)
         return int(rested)
+
+    def trim(self) -> None:
+        """The same by many programs. One launch; does not synchronise."""
+        trim_kernel[(self.geometry.chunks,)](self.handle, num_warps=1)
+
+    def usable_size(self, addrs: torch.Tensor) -> torch.Tensor:
+        """Usable bytes of each block, 0 where none lives."""
+        sizes = torch.empty_like(addrs)
+        grid = (triton.cdiv(addrs.numel(), 128),)
+        usable_size_kernel[grid](self.handle, addrs, sizes, addrs.numel(), BLOCK=128, num_warps=1)
+        return sizes
+
+    def state(self) -> State:
+        """What the heap holds, at rest."""
+        if self.handle.is_cuda:
+            torch.cuda.synchronize(self.handle.device)
+        return State(self.handle, self.geometry)
+
+    def stats(self) -> Stats:
+        """How full the heap is. Trims first."""
+        self.trim()
+        return self.state().stats()
+
+    def snapshot(self) -> Snapshot:
+        """All pages at this moment. Trims first."""
+        self.trim()
+        return self.state().snapshot(str(self.handle.device))
+
+    def audit(self) -> None:
+        """Check H1 to H4, before and after a trim; raises CorruptionError."""
+        audit(self.state())
+        self.trim()
+        audit(self.state())
 
     def errors(self) -> dict[str, int]:
         """How many errors of each kind there were."""
@@ -213,7 +231,8 @@ class Lines(Raced):
 
     def free_pages(self) -> list[int]:
         """The numbers of the free pages."""
-        words = self.handle[self.words : self.words + self.chunks].tolist()
+        first = self.geometry.rows
+        words = self.handle[first : first + self.geometry.chunks].tolist()
         bits = range(64)
         return [64 * at + bit for at, word in enumerate(words) for bit in bits if word >> bit & 1]
 

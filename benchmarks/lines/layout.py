@@ -1,15 +1,19 @@
 """Where the experiment keeps its state: one int64 tensor, apart from the data.
 
     word            what                                                     written by
-    0..15           geometry, immutable                                      host
+    0..31           geometry, immutable                                      host
     32..111         errors and their records, as in the heap                 malloc, free
     HINTS           per copy: the first chunk that may have free pages       malloc, free
-    lines           per class and stripe: the line word                      malloc
-    places          per line: a ring of the pages its tickets lead to        malloc
-    magazines       per program index and class: a span of slots             malloc, free
+    LINES           per class and stripe: the line word                      malloc
+    page records    per page: 64 words of live bits, the page word, the      malloc, free
+                    length of a run, padding
     rows            a bit per page, 64 pages to a word: free pages, and for  malloc, free
                     each class those with room for half of their slots
-    page records    per page: 64 words of live bits, the page word, padding  malloc, free
+    idle words      where lanes swap that have nothing to swap               malloc, free
+    places          per line: a ring of the pages its tickets lead to        malloc
+    magazines       per program index and class: a span of slots             malloc, free
+
+`geometry.py` says how many of each a heap has, and where they begin.
 
 Line word: 0..31 tickets left of the places opened, signed; 32..62 places opened.
 Place: 0..22 and 23..45 two pages, all bits set where there is none; 46..63 the number of the place.
@@ -25,6 +29,9 @@ import triton.language as tl
 
 from devalloc.kernels.layout import load_immutable, program_index
 
+MAGIC = tl.constexpr(0x0DE7A110C0000002)
+
+MAGIC_WORD = tl.constexpr(0)
 BASE = tl.constexpr(1)
 STRIPES_AND_RING = tl.constexpr(2)
 RECORDS = tl.constexpr(3)
@@ -34,13 +41,14 @@ CHUNKS = tl.constexpr(6)
 MAGAZINES = tl.constexpr(7)
 MAGAZINE_MASK = tl.constexpr(8)
 PAGES = tl.constexpr(9)
+IDLE = tl.constexpr(10)  # where the idle words begin, shifted; below that, their number less one
+IDLE_SHIFT = tl.constexpr(16)
+IDLE_MASK = tl.constexpr((1 << 16) - 1)
 
 HINTS = tl.constexpr(256)
 HINT_COPIES = tl.constexpr(32)
 HINT_STRIDE = tl.constexpr(8)
-IDLE_WORDS = tl.constexpr(512)  # where lanes swap that have nothing to swap
-IDLE_COUNT = tl.constexpr(4096)
-LINES = tl.constexpr(4608)
+LINES = tl.constexpr(512)
 LINE_STRIDE = tl.constexpr(8)
 RECORD_WORDS = tl.constexpr(68)
 PAGE_WORD = tl.constexpr(64)
@@ -127,7 +135,9 @@ def hint_ptr(heap):
 @triton.jit
 def idle_ptr(heap, lane):
     """A word that nobody reads, for a lane that must not swap anything."""
-    return heap + IDLE_WORDS + ((program_index() * 32 + lane) & (IDLE_COUNT - 1))
+    idle = load_immutable(heap, IDLE)
+    mask = (idle & IDLE_MASK).to(tl.int32)
+    return heap + (idle >> IDLE_SHIFT) + ((program_index() * 32 + lane) & mask)
 
 
 @triton.jit

@@ -1,0 +1,71 @@
+"""Which block an address belongs to, and how large it is.
+
+Concurrency: a block is live as long as its owner lets others have its address, so what is read of
+its page does not change meanwhile, but for the account. The words of other pages may be anything:
+programs add to them what they would like to have, and take it back.
+"""
+
+import triton
+import triton.language as tl
+
+from devalloc.kernels.atomics import atomic_load
+from devalloc.kernels.bits import divide
+from devalloc.kernels.lanes import any_lane, is_block
+from devalloc.kernels.layout import PAGE_LOG2, address_of, class_bytes
+from devalloc.kernels.payload import as_column
+
+from .heap import locate
+from .layout import (
+    LENGTH,
+    RUN,
+    SLAB,
+    live_bit,
+    load_base,
+    load_records,
+    page_class,
+    page_word_ptr,
+)
+
+
+@triton.jit
+def usable_any(heap, addr, active):
+    """Bytes (int64) that may be used at int64 addresses, a scalar or a block; 0 where nothing
+    lives, and in inactive lanes."""
+    inside, page, granule = locate(heap, addr, active)
+    records = load_records(heap)
+    ptr, bit = live_bit(records, page, granule)
+    live = inside & ((atomic_load(ptr, inside) & bit) != 0)
+    ptr = page_word_ptr(records, page)
+    word = atomic_load(ptr, live)
+    nbytes = tl.where((word & SLAB) != 0, class_bytes(page_class(word)).to(tl.int64), 0)
+    runs = (word & RUN) != 0
+    if any_lane(runs):
+        nbytes = tl.where(runs, atomic_load(ptr + LENGTH, runs) << PAGE_LOG2, nbytes)
+    return nbytes
+
+
+@triton.jit
+def block_start(heap, addr, active):
+    """Where a block that the address lies in would begin: at a slot, or at a run. The base of the
+    heap for addresses that are not the heap's, and in inactive lanes. (For the interpreter: a
+    search, of 64 pages at a time, for the first page of a run.)"""
+    inside, page, granule = locate(heap, addr & -16, active)
+    records = load_records(heap)
+    word = atomic_load(page_word_ptr(records, page), inside)
+    size = class_bytes(page_class(word))
+    slab = (word & SLAB) != 0
+    first = tl.where(slab, divide(granule << 4, size) * (size >> 4), 0)
+    head = page
+    # Behind the first page of a run the page words are of no kind.
+    seeks = inside & ((word & (SLAB + RUN)) == 0)
+    back = tl.arange(0, 64)[None, :] + 1
+    while any_lane(seeks):
+        before = as_column(head) - back
+        there = (as_column(seeks.to(tl.int32)) != 0) & (before >= 0)
+        words = atomic_load(page_word_ptr(records, tl.maximum(before, 0)), there)
+        found = tl.max(tl.where((words & (SLAB + RUN)) != 0, before, -1), axis=1)
+        if is_block(head) == 0:
+            found = tl.max(found, axis=0)
+        head = tl.where(seeks, tl.where(found >= 0, found, tl.maximum(head - 64, 0)), head)
+        seeks = seeks & (found < 0) & (head > 0)
+    return address_of(load_base(heap), head, first)

@@ -1,0 +1,295 @@
+"""Reading a heap from the host: its arrays, decoded, and what they say.
+
+Works on copies in NumPy of what is small. The live bits, a hundredth of the heap, are counted where
+the handle lies, which may be a copy of the heap's. Everything here expects the heap to be at rest.
+`audit` says whether what is read agrees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from benchmarks.lines import layout
+from benchmarks.lines.geometry import CLASSES, Geometry
+from devalloc.heap_state import FREE, RUN, SLAB, Snapshot
+from devalloc.kernels.layout import E_OUT_OF_MEMORY, ERRORS
+from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, PAGE_BYTES, format_size
+
+SIZES = np.array(CLASS_SIZES, dtype=np.int64)
+SLOTS = np.array(CLASS_SLOTS, dtype=np.int64)
+LIVE_WORDS = layout.PAGE_WORD.value
+
+_STEP = 1 << 14  # pages whose live bits are looked at at a time: 8 MiB
+_PRINTED_CLASSES = 6
+
+
+@dataclass(frozen=True)
+class ClassStats:
+    """One size class: slot size in bytes, live slots, and slab pages."""
+
+    size: int
+    live: int
+    pages: int
+
+    @property
+    def bytes(self) -> int:
+        """Of the live slots."""
+        return self.size * self.live
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a heap holds. In bytes, unless stated otherwise.
+
+    ``used`` + ``free`` = ``capacity``. ``used`` counts live slots and runs with their whole
+    (rounded up) size, and the rest of each slab page that is too small for a slot. ``free`` is free
+    pages and free slots, those in magazines among them; ``largest_free`` is the largest request
+    that would succeed now. ``occupied`` is pages in which something lives. ``blocks`` is how many
+    blocks live, ``failures`` how many requests failed since the heap was made or reset. ``print``
+    shows all this in a few lines.
+    """
+
+    capacity: int
+    used: int
+    free: int
+    largest_free: int
+    occupied: int
+    blocks: int
+    failures: int
+    per_class: tuple[ClassStats, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{format_size(self.used)} of {format_size(self.capacity)} used "
+            f"({self.used / self.capacity:.1%}), in pages of {format_size(self.occupied)}; largest "
+            f"request that would succeed: {format_size(self.largest_free)}",
+            f"{self.blocks:,} blocks live; {self.failures:,} requests failed",
+        ]
+        rows = sorted((row for row in self.per_class if row.live), key=lambda row: -row.bytes)
+        for row in rows[:_PRINTED_CLASSES]:
+            lines.append(f"  {row.live:>11,} x {format_size(row.size)}")
+        if rest := sum(row.live for row in rows[_PRINTED_CLASSES:]):
+            lines.append(f"  {rest:>11,} of {len(rows) - _PRINTED_CLASSES} other sizes")
+        if large := self.blocks - sum(row.live for row in rows):
+            lines.append(f"  {large:>11,} larger than {format_size(CLASS_SIZES[-1])}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The spans in magazines; arrays of one length. ``cls`` is -1 where a word has no class."""
+
+    magazine: np.ndarray
+    word: np.ndarray
+    page: np.ndarray
+    slot: np.ndarray
+    count: np.ndarray
+    cls: np.ndarray
+
+    @staticmethod
+    def of(words: np.ndarray) -> Spans:
+        magazine = np.flatnonzero(words)
+        word = words[magazine]
+        cls = (word >> layout.SPAN_CLASS.value) - 1
+        return Spans(
+            magazine=magazine,
+            word=word,
+            page=word & layout.PAGE_MASK.value,
+            slot=(word >> layout.SPAN_SLOT.value) & 0x1FFF,
+            count=(word >> layout.SPAN_COUNT.value) & 0x3FFF,
+            cls=np.where((cls >= 0) & (cls < CLASSES), cls, -1),
+        )
+
+    def expand(self, part: slice) -> tuple[np.ndarray, np.ndarray]:
+        """Every slot of a part of the spans: whose it is, and its number in its page."""
+        count = self.count[part]
+        span = np.repeat(np.arange(len(self.count))[part], count)
+        before = np.repeat(np.cumsum(count) - count, count)
+        return span, self.slot[span] + np.arange(len(span)) - before
+
+
+class State:
+    """The arrays of one heap, decoded.
+
+    Per page: ``words``, and by these ``kind`` (FREE, also inside a run; SLAB; RUN at its first
+    page), ``cls``, ``out`` and ``kept`` (a place leads there); ``held`` (slots in magazines),
+    ``slots`` and ``live`` (of slabs, or else 0), ``run_pages`` (of a run, at its first page),
+    ``inside`` (in how many runs it lies) and ``page_free`` (its bit).
+    """
+
+    def __init__(self, handle: torch.Tensor, geometry: Geometry) -> None:
+        g = geometry
+        self.geometry = g
+        self.handle = handle
+        self.fixed = _copy(handle[: layout.LINES.value])
+        first, step = g.records, layout.RECORD_WORDS.value
+        self.records = handle[first : first + g.pages * step].view(g.pages, step)
+        self.words = _copy(self.records[:, layout.PAGE_WORD.value])
+        rows = handle[g.rows : g.rows + (CLASSES + 1) * g.chunks]
+        self.rows = _copy(rows).reshape(CLASSES + 1, g.chunks)
+        self.spans = Spans.of(_copy(handle[g.magazine_words : g.words]))
+        self.out = self.words & layout.OUT_MASK.value
+        self.cls = (self.words >> layout.CLASS_SHIFT.value) & 63
+        self.kept = (self.words & layout.KEPT.value) != 0
+        slab = (self.words & layout.SLAB.value) != 0
+        run = (self.words & layout.RUN.value) != 0
+        self.kind = np.where(slab, SLAB, np.where(run, RUN, FREE))
+        lengths = _copy(self.records[:, layout.PAGE_WORD.value + layout.LENGTH.value])
+        self.run_pages = np.where(self.kind == RUN, lengths, 0)
+        self.inside = self._inside()
+        self.page_free = self.row_bits(0)[: g.pages] != 0
+        slab = self.kind == SLAB
+        self.slots = np.where(slab, SLOTS[np.minimum(self.cls, CLASSES - 1)], 0)
+        # (A span may lead anywhere, until it is audited.)
+        there = self.spans.page < g.pages
+        counts = self.spans.count[there]
+        self.held = np.bincount(self.spans.page[there], counts, g.pages).astype(np.int64)
+        self.live = np.where(slab, self.out - self.held, 0)
+
+    def _inside(self) -> np.ndarray:
+        pages = self.geometry.pages
+        heads = np.flatnonzero(self.kind == RUN)
+        change = np.zeros(pages + 1, dtype=np.int64)
+        np.add.at(change, heads, 1)
+        np.add.at(change, np.clip(heads + self.run_pages[heads], heads, pages), -1)
+        return np.cumsum(change[:-1])
+
+    def row_bits(self, row: int) -> np.ndarray:
+        """The bits of a row, 0: free pages, and then those of each class; 64 for each chunk."""
+        return np.unpackbits(np.ascontiguousarray(self.rows[row]).view(np.uint8), bitorder="little")
+
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rings, a row for each line, in the order of their places; and how many places each
+        line has opened."""
+        g = self.geometry
+        spread = min(g.ring, 16)
+        words = _copy(self.handle[g.places : g.places + g.lines * g.ring])
+        # (See `place_ptr`: neighbours lie a cache line apart.)
+        words = words.reshape(g.lines, spread, g.ring // spread)
+        lines = self.handle[layout.LINES.value : g.records : layout.LINE_STRIDE.value]
+        opened = ((_copy(lines) + (1 << 31)) >> 32) & layout.PLACE_MASK.value
+        return words.swapaxes(1, 2).reshape(g.lines, g.ring), opened
+
+    @cached_property
+    def idle(self) -> np.ndarray:
+        """Slab pages in which nothing lives: a malloc that needs them gives them back."""
+        return (self.kind == SLAB) & (self.live == 0)
+
+    def stale_hints(self) -> int:
+        """How many bits of the rows of classes are set for pages that have no room for half of
+        their slots, or are none of the class. They do no harm but to cost a look."""
+        room = (self.kind == SLAB) & (self.out <= self.slots // 2)
+        stale = 0
+        for cls in range(CLASSES):
+            bits = self.row_bits(cls + 1)[: self.geometry.pages] != 0
+            stale += int((bits & ~(room & (self.cls == cls))).sum())
+        return stale
+
+    def largest_free(self) -> int:
+        """Bytes of the largest request that would succeed now."""
+        free = np.concatenate([[False], self.page_free | self.idle, [False]])
+        edges = np.flatnonzero(free[1:] != free[:-1])
+        if len(edges):
+            return int((edges[1::2] - edges[::2]).max()) * PAGE_BYTES
+        return int(SIZES[self.cls[self.live < self.slots]].max(initial=0))
+
+    def live_blocks(self) -> int:
+        """How many blocks live."""
+        return int(self.live.sum()) + int((self.kind == RUN).sum())
+
+    def occupied_pages(self) -> int:
+        """In how many pages something lives."""
+        return int((self.live > 0).sum()) + int((self.inside > 0).sum())
+
+    def stats(self, failures_before: int = 0) -> Stats:
+        """``failures_before``: those that `clear_errors` has forgotten."""
+        capacity = self.geometry.pages * PAGE_BYTES
+        slab = self.kind == SLAB
+        live = np.bincount(self.cls[slab], self.live[slab], CLASSES).astype(np.int64)
+        pages = np.bincount(self.cls[slab], minlength=CLASSES)
+        partly = slab & ~self.idle
+        slot_bytes = SIZES[self.cls[partly]] * (self.slots - self.live)[partly]
+        free = int((self.page_free | self.idle).sum()) * PAGE_BYTES + int(slot_bytes.sum())
+        return Stats(
+            capacity=capacity,
+            used=capacity - free,
+            free=free,
+            largest_free=self.largest_free(),
+            occupied=self.occupied_pages() * PAGE_BYTES,
+            blocks=self.live_blocks(),
+            failures=int(self.fixed[ERRORS.value + E_OUT_OF_MEMORY.value]) + failures_before,
+            per_class=tuple(
+                ClassStats(*map(int, row)) for row in zip(CLASS_SIZES, live, pages, strict=True)
+            ),
+        )
+
+    def snapshot(self, device: str) -> Snapshot:
+        return Snapshot(
+            capacity=self.geometry.pages * PAGE_BYTES,
+            page_bytes=PAGE_BYTES,
+            class_sizes=CLASS_SIZES,
+            page_kind=np.where(self.inside > 0, RUN, self.kind).astype(np.uint8),
+            page_class=np.where(self.kind == SLAB, self.cls, -1).astype(np.int16),
+            page_live=self.live.astype(np.int32),
+            page_slots=self.slots.astype(np.int32),
+            run_pages=self.run_pages.astype(np.int32),
+            device=device,
+        )
+
+    # Live bits ---------------------------------------------------------------------------------
+
+    def live_bits(self) -> tuple[np.ndarray, np.ndarray]:
+        """For every page, how many live bits it has, and whether any is where no block of the
+        page's kind and class can begin."""
+        pages = self.geometry.pages
+        use = np.where(self.kind == RUN, _USE_RUN, _USE_NONE)
+        use = np.where((self.kind == SLAB) & (self.cls < CLASSES), self.cls, use)
+        masks = torch.from_numpy(_live_masks()).to(self.handle.device)
+        rows = torch.from_numpy(use).to(self.handle.device)
+        counts = np.zeros(pages, dtype=np.int64)
+        misplaced = np.zeros(pages, dtype=bool)
+        for first in range(0, pages, _STEP):
+            part = slice(first, first + _STEP)
+            bits = self.records[part, :LIVE_WORDS]
+            counts[part] = _popcount(bits).sum(1).cpu().numpy()
+            misplaced[part] = ((bits & ~masks[rows[part]]) != 0).any(1).cpu().numpy()
+        return counts, misplaced
+
+    def is_live(self, page: np.ndarray, granule: np.ndarray) -> np.ndarray:
+        """Whether the live bits of granules of pages are set."""
+        to = self.handle.device
+        at = torch.from_numpy(page).to(to), torch.from_numpy(granule % LIVE_WORDS).to(to)
+        bit = torch.from_numpy(granule // LIVE_WORDS).to(to)
+        return _copy((self.records[at] >> bit) & 1) != 0
+
+
+def _copy(words: torch.Tensor) -> np.ndarray:
+    return words.contiguous().cpu().numpy().copy()
+
+
+def _popcount(x: torch.Tensor) -> torch.Tensor:
+    # (Shifts copy the sign, which the masks remove.)
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((x * 0x0101010101010101) >> 56) & 0xFF
+
+
+# What a page is used for, as a row of `_live_masks`: a slab's class, or one of these two.
+_USE_RUN = CLASSES
+_USE_NONE = CLASSES + 1
+
+
+def _live_masks() -> np.ndarray:
+    """For each use of a page, its words of live bits if everything in it is live."""
+    masks = np.zeros((_USE_NONE + 1, LIVE_WORDS), dtype=np.uint64)
+    for cls, size in enumerate(CLASS_SIZES):
+        granules = np.arange(PAGE_BYTES // size) * (size // 16)
+        bits = np.uint64(1) << (granules // LIVE_WORDS).astype(np.uint64)
+        np.bitwise_or.at(masks[cls], granules % LIVE_WORDS, bits)
+    masks[_USE_RUN, 0] = 1
+    return masks.view(np.int64)
