@@ -20,7 +20,7 @@ from benchmarks.lines.host import Lines, pairs_kernel
 from benchmarks.lines.state import State
 from benchmarks.lines.upkeep import trim_kernel
 from devalloc.errors import CorruptionError
-from devalloc.heap_state import FREE, RUN, SLAB
+from devalloc.heap.state import FREE, RUN, SLAB
 from devalloc.report.snapshot_file import load_snapshot, save_snapshot
 from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, MAX_SLOT, PAGE_BYTES
 from tests.conftest import HAS_GREENLET, ON_GPU

@@ -20,10 +20,10 @@ from benchmarks.lines import layout
 from benchmarks.lines.geometry import CLASSES
 from benchmarks.lines.state import SIZES, SLOTS, State
 from devalloc.errors import CorruptionError
-from devalloc.heap_state import RUN, SLAB
+from devalloc.heap.state import RUN, SLAB
 from devalloc.sizes import PAGE_BYTES
 
-_SLAB_BITS = (1 << layout.RUN.value.bit_length() - 1) - 1
+_SLAB_BITS = layout.SPANNED.value | (1 << layout.RUN.value.bit_length() - 1) - 1
 _NUMBERS = layout.NUMBER_MASK.value + 1
 _EXPANDED = 1 << 22  # slots of spans that are looked at at a time
 

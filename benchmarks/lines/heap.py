@@ -4,9 +4,8 @@ import triton
 import triton.language as tl
 
 from devalloc.kernels.atomics import atomic_load, fence
-from devalloc.kernels.bits import comb, divide, low_mask, mix, next_bit
+from devalloc.kernels.bits import comb, divide, halves, join, low_mask, mix, next_bit
 from devalloc.kernels.groups import alike
-from devalloc.kernels.heap import report_failed
 from devalloc.kernels.lanes import (
     any_lane,
     count_lanes,
@@ -25,6 +24,7 @@ from devalloc.kernels.layout import (
     E_OUT_OF_MEMORY,
     ERRORS,
     MAX_SLOT,
+    NUM_CLASSES,
     PAGE_BYTES,
     PAGE_LOG2,
     address_of,
@@ -46,6 +46,7 @@ from .layout import (
     SPAN_CLASS,
     SPAN_COUNT,
     SPAN_SLOT,
+    SPANNED,
     bit_of,
     free_row,
     hint_ptr,
@@ -69,6 +70,7 @@ from .lines import (
     groups,
     leaders,
     leave_account,
+    leave_one,
     leave_pages,
     open_places,
     pass_over,
@@ -133,15 +135,18 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
             total = tl.sum(tl.where(active, size, 0), axis=0)
             at = pick(front, 0).to(tl.int32)
             open_places(heap, cls, slots, place, opens, at, window(total))
-        head, _rank, _count = groups(cls * 65536 + (place & 65535), active)
-        state = await_places(place_ptr(heap, cls, place), place, active & (head == lane), polls)
-        state = leaders(state, head)
-        page = place_page(state, slot >= slots - (slots >> 1))
-        page = tl.where(is_place(state, place), page, -1)
+        # The lanes of half a place: one reads the ring and asks the page for all.
+        second = slot >= slots - (slots >> 1)
+        half = (place << 1) + second.to(tl.int32)
+        head, rank, users = groups(cls * 65536 + (half & 65535), active)
+        heads = active & (head == lane)
+        state = await_places(place_ptr(heap, cls, place), place, heads, polls)
+        page = tl.where(is_place(state, place), place_page(state, second), -1)
+        asks = heads & (page >= 0)
+        granted = promise(heap, page, cls, users, slots, asks)
+        packed = leaders(join(tl.where(heads, page, -1), granted), head)
+        page, granted = halves(packed)
         got = active & (page >= 0)
-        head, rank, users = groups(tl.where(got, page * 64 + cls, 0), got)
-        granted = promise(heap, page, cls, users, slots, got & (head == lane))
-        granted = leaders(granted, head)
         good = got & (rank < granted)
         last = good & (slot == slots - 1)
         word_ptr = page_word_ptr(records, tl.where(got, page, 0))
@@ -154,7 +159,7 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
         if any_lane(lost | bad):
             granule = tl.where(lost, another(old, granule, size), granule)
             granule = claim_others(records, tl.where(good, page, 0), granule, size, lost)
-            over = got & (head == lane) & (granted < users)
+            over = got & heads & (granted < users)
             pass_over(heap, cls, page, place, users - granted, over)
         where = address_of(load_base(heap), tl.where(good, page, 0), granule)
         addr = tl.where(good, where, addr)
@@ -254,39 +259,26 @@ def malloc_alike(heap, cls, same, rank, need, size, polls: tl.constexpr):
     return addr
 
 
-@triton.jit
-def malloc_rest(heap, classes, pending):
-    """Search slots for ``pending`` lanes (or a scalar), class by class. Addresses; 0 in other lanes
-    and where there is none."""
-    records = load_records(heap)
-    addr = (classes * 0).to(tl.int64)
-    while any_lane(pending):
-        cls = pick_first(classes, pending)
-        same = pending & (classes == cls)
-        found = search_slots(heap, cls, count_lanes(same))
-        granted = (found >> 32).to(tl.int32)
-        page = found.to(tl.int32)
-        rank = rank_of(same)
-        good = same & (rank < granted)
-        size = class_bytes(cls)
-        slots = slots_of(size)
-        # Neighbouring slots, from a hashed one on: they lie in different words of live bits.
-        slot = ((mix(program_index()) & 0x7FFF) * slots >> 15) + tl.where(good, rank, 0)
-        slot = tl.where(slot < slots, slot, slot - slots)
-        at = tl.where(good, page, 0)
-        granule = claim_others(records, at, slot * (size >> 4), size + rank * 0, good)
-        addr = tl.where(good, address_of(load_base(heap), at, granule), addr)
-        # Nothing is left of the class: its lanes fail.
-        pending = pending & (tl.where(granted > 0, good, same) == 0)
-    return addr
-
-
 @triton.jit(noinline=True)
-def malloc_one(heap, cls, polls: tl.constexpr):
-    """A slot of class ``cls``, from its line or a search: the address, or 0."""
-    addr = malloc_alike(heap, cls, cls >= 0, cls * 0, cls * 0 + 1, class_bytes(cls), polls)
+def malloc_last(heap, nbytes, count):
+    """A block of ``nbytes`` (int64 scalar) from a search; ``count`` lanes want one like it. Returns
+    its address; if there is none, 0, and all these lanes have failed."""
+    addr = nbytes * 0
+    if nbytes > MAX_SLOT:
+        addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
+    elif nbytes > 0:
+        cls = size_class(nbytes.to(tl.int32))
+        found = search_slots(heap, cls)
+        if found >= 0:
+            size = class_bytes(cls)
+            slots = slots_of(size)
+            slot = (mix(program_index() + count) & 0x7FFF) * slots >> 15
+            granule = slot * (size >> 4)
+            granule = claim_others(load_records(heap), found, granule, size, found >= 0)
+            addr = address_of(load_base(heap), found, granule)
     if addr == 0:
-        addr = malloc_rest(heap, cls, cls >= 0)
+        kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
+        record_error(heap, kind + 0, addr, nbytes, count)
     return addr
 
 
@@ -324,6 +316,17 @@ def release_span(heap, word):
         now = tl.atomic_add(page_word_ptr(load_records(heap), page), -one, sem="relaxed") - one
         leave_account(heap, page, now, count, count > 0)
     return word
+
+
+@triton.jit
+def put_span(heap, cls, span, word):
+    """Put a span of a page with this word into the magazine, if that is empty. Returns whether."""
+    put = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+    if put & ((word & SPANNED) == 0):
+        # (Once in the life of a page.)
+        ptr = page_word_ptr(load_records(heap), (span & PAGE_MASK).to(tl.int32))
+        tl.atomic_or(ptr, (span & 0) + SPANNED, sem="relaxed")
+    return put
 
 
 @triton.jit
@@ -384,16 +387,15 @@ def malloc(heap, nbytes, active, polls: tl.constexpr = 4000):
                 more = malloc_mixed(heap, classes, small, polls)
                 addr = tl.where(small, more, addr)
             rest = rest & (addr == 0)
-            if any_lane(rest):
-                more = malloc_rest(heap, classes, rest & (nbytes > 0) & (nbytes <= MAX_SLOT))
-                addr = tl.where(rest, more, addr)
-                large = rest & (nbytes > MAX_SLOT)
-                at = first_lane(large)
-                while at < width(large):
-                    run = malloc_run(heap, ((pick(nbytes, at) - 1) >> PAGE_LOG2) + 1)
-                    addr = tl.where(lane_index(large) == at, run, addr)
-                    at = first_lane(large & (lane_index(large) > at))
-                report_failed(heap, nbytes, rest & (addr == 0))
+            at = first_lane(rest)
+            while at < width(rest):
+                # What one lane does not find, others of its class do not find either.
+                nth = tl.where(small, classes, NUM_CLASSES + lane_index(nbytes))
+                same = rest & (nth == pick(nth, at))
+                more = malloc_last(heap, pick(nbytes, at), count_lanes(same))
+                addr = tl.where(lane_index(rest) == at, more, addr)
+                rest = rest & tl.where(more == 0, same == 0, lane_index(rest) != at)
+                at = first_lane(rest)
         else:
             addr = malloc_scalar(heap, nbytes, polls)
     tl.debug_barrier()
@@ -404,13 +406,12 @@ def malloc(heap, nbytes, active, polls: tl.constexpr = 4000):
 def malloc_scalar(heap, nbytes, polls: tl.constexpr):
     """:func:`malloc` for a scalar size that is not 0, when the magazine has nothing."""
     addr = nbytes * 0
-    if nbytes > MAX_SLOT:
-        addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
-    elif nbytes > 0:
-        addr = malloc_one(heap, size_class(nbytes.to(tl.int32)), polls)
+    one = addr.to(tl.int32) + 1
+    if (nbytes > 0) & (nbytes <= MAX_SLOT):
+        cls = size_class(nbytes.to(tl.int32))
+        addr = malloc_alike(heap, cls, one == 1, one * 0, one, class_bytes(cls), polls)
     if addr == 0:
-        kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
-        record_error(heap, kind + 0, addr, nbytes, kind * 0 + 1)
+        addr = malloc_last(heap, nbytes, one)
     return addr
 
 
@@ -461,20 +462,11 @@ def free_scalar(heap, addr, inside, page, granule):
         kept = size > PAGE_BYTES
         if ((word & SLAB) != 0) & (size * 2 <= PAGE_BYTES):
             span = span_of(page, divide(granule << 4, size), page * 0 + 1, cls)
-            kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+            kept = put_span(heap, cls, span, word)
         if kept == 0:
             leave_one(heap, page)
     else:
         report_wrong(heap, addr)
-
-
-@triton.jit(noinline=True)
-def leave_one(heap, page):
-    """Take one slot, or a run, out of the account of ``page`` (int32 scalar). Returns 0."""
-    one = (page & 0).to(tl.int64) + 1
-    now = tl.atomic_add(page_word_ptr(load_records(heap), page), -one, sem="relaxed") - one
-    leave_account(heap, page, now, page * 0 + 1, page >= 0)
-    return page * 0
 
 
 @triton.jit
@@ -489,8 +481,8 @@ def free_block(heap, addr, given, active, page, granule):
     first = pick(granule, 0)
     # (If the pages are far apart, this may be any number. Then the lanes are not in order.)
     unit = pick((page << 12) + granule, 1) - ((first_page << 12) + first)
-    at = first + lane * unit
-    there = (page == first_page + (at >> 12)) & (granule == (at & 4095))
+    where = first + lane * unit
+    there = (page == first_page + (where >> 12)) & (granule == (where & 4095))
     orderly = (active == (lane < count)) & ((active == 0) | there)
     together = (count > 1) & (unit > 0) & (unit <= 2048)
     together = together & (count_lanes(orderly) == active.shape[0])
@@ -511,18 +503,21 @@ def free_block(heap, addr, given, active, page, granule):
         word = atomic_load(page_word_ptr(records, page), lane == 0)
     old = tl.atomic_and(ptr, bits ^ -1, mask=speaks, sem="relaxed")
     wrong = tl.where(speaks, (old & bits) ^ bits, 0)
-    failed = given & (active == 0)
-    if any_lane(wrong != 0):
+    if any_lane((wrong != 0) | (given & (active == 0))):
         hit = wrong != 0
         if together:
             # (For each word the first of its consecutive slots has spoken.)
             period_log2, _apart = word_period(unit)
             speaker = lane - (before >> period_log2 << period_log2)
             hit = (tl.gather(wrong, speaker, 0) & bit) != 0
-        failed = failed | (active & hit)
         active = active & (hit == 0)
         together = together != together
         one_page = together
+        failed = given & (active == 0)
+        at = first_lane(failed)
+        while at < width(failed):
+            report_wrong(heap, pick(addr, at))
+            at = first_lane(failed & (lane > at))
     kept = first < 0
     if one_page:
         state = pick(word, 0)
@@ -531,7 +526,7 @@ def free_block(heap, addr, given, active, page, granule):
         fits = ((state & SLAB) != 0) & (class_bytes(cls) == unit << 4) & (slot * unit == first)
         if fits:
             span = span_of(first_page, slot, count, cls)
-            kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+            kept = put_span(heap, cls, span, state)
     if kept == 0:
         speaks = active & (before == 0)
         if together == 0:
@@ -557,10 +552,6 @@ def free_block(heap, addr, given, active, page, granule):
                 done += 16
         else:
             leave_account(heap, page, now, counts, speaks)
-    at = first_lane(failed)
-    while at < width(failed):
-        report_wrong(heap, pick(addr, at))
-        at = first_lane(failed & (lane > at))
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from benchmarks.lines.search import take_what_rests
 from benchmarks.lines.state import State, Stats
 from benchmarks.lines.upkeep import trim_kernel, usable_size_kernel
 from devalloc import kernels as da
-from devalloc.heap_state import Snapshot
+from devalloc.heap.state import Snapshot
 from devalloc.sizes import PAGE_BYTES
 
 NOWHERE = 1 << 40

@@ -17,7 +17,8 @@
 
 Line word: 0..31 tickets left of the places opened, signed; 32..62 places opened.
 Place: 0..22 and 23..45 two pages, all bits set where there is none; 46..63 the number of the place.
-Page word: 0..23 out; 24..29 class; 30 KEPT; 31 SLAB; 32..44 half of its slots; 45 RUN.
+Page word: 0..23 out; 24..29 class; 30 KEPT; 31 SLAB; 32..44 half of its slots; 45 RUN;
+46 SPANNED: some of its slots were in a magazine.
 Magazine: 0..22 page; 23..35 first slot; 36..49 count; 50..56 class + 1 (0 in all: empty).
 
 A page word lies beside the live bits of its page, so that the words of neighbouring pages do not
@@ -72,6 +73,7 @@ KEPT = tl.constexpr(1 << 30)
 SLAB = tl.constexpr(1 << 31)
 HALF_SHIFT = tl.constexpr(32)
 RUN = tl.constexpr(1 << 45)
+SPANNED = tl.constexpr(1 << 46)
 
 
 @triton.jit

@@ -30,6 +30,7 @@ from .layout import (
     PLACE_MASK,
     RUN,
     SLAB,
+    SPANNED,
     bit_of,
     class_row,
     hint_ptr,
@@ -47,7 +48,7 @@ from .layout import (
     place_ptr,
     slab_word,
 )
-from .pages import give_pages, give_run, give_together, take_pages
+from .pages import find_pages, give_pages, give_run, give_together, guess_pages
 
 LOOKS = tl.constexpr(4)  # at how many words of the row of its class an opener looks
 
@@ -136,7 +137,7 @@ def leave_account(heap, page, now, counts, speaks):
     idle = slab & (out == 0)
     half = page_half(now)
     above = out + counts > half
-    crossed = slab & (out > 0) & (out <= half) & above
+    crossed = slab & (out > 0) & (out <= half) & above & ((now & SPANNED) == 0)
     row = class_row(heap, page_class(now)) + (page >> 6)
     tl.atomic_or(row, bit_of(page), mask=crossed, sem="relaxed")
     runs = speaks & ((now & (RUN + OUT_MASK)) == RUN)
@@ -149,6 +150,15 @@ def leave_account(heap, page, now, counts, speaks):
         while at < width_of(runs):
             retire_run(heap, pick(page, at), pick(now, at))
             at = first_lane(runs & (lane_index(runs) > at))
+
+
+@triton.jit(noinline=True)
+def leave_one(heap, page):
+    """Take one slot, or a run, out of the account of ``page`` (int32 scalar). Returns 0."""
+    one = (page & 0).to(tl.int64) + 1
+    now = tl.atomic_add(page_word_ptr(load_records(heap), page), -one, sem="relaxed") - one
+    leave_account(heap, page, now, page * 0 + 1, page >= 0)
+    return page * 0
 
 
 @triton.jit
@@ -173,8 +183,9 @@ def leave_pages(heap, first_page, pages, words, counts, inside):
 
 @triton.jit
 def has_half(word, cls):
-    """Whether the page with this word is of class ``cls`` and has room for half of its slots."""
-    return is_slab_of(word, cls) & (page_out(word) <= page_half(word))
+    """Whether the page with this word is of class ``cls`` and has room for half of its slots, and
+    none of its slots was in a magazine."""
+    return is_slab_of(word, cls) & (page_out(word) <= page_half(word)) & ((word & SPANNED) == 0)
 
 
 @triton.jit
@@ -218,7 +229,10 @@ def find_halves(heap, cls, row, chunk, reach, some, opens):
     tries = reach * 0
     while any_lane(wants) & (tries < LOOKS):
         salt = mix(program_index() * 64 + lane + tries * 977)
+        # (A bit may be left of a page that is gone: on to the next word only after a find.)
         empty = wants & (some == 0)
+        wants = wants & ((empty == 0) | (first >= 0))
+        empty = empty & wants
         if any_lane(empty):
             chunk = tl.where(empty, chunk + 1, chunk)
             chunk = tl.where(chunk < reach, chunk, 0)
@@ -250,8 +264,12 @@ def open_places(heap, cls, slots, place, opens, front, width):
     reach = tl.minimum(front + (width >> 6) + 1, chunks)
     chunk = spread(program_index() * 5 + lane * 3 + place * 7, reach)
     row = class_row(heap, tl.where(opens, cls, 0))
+    # (Both under way at one time.)
+    page, old = guess_pages(heap, opens, front, width)
     some = atomic_load(row + chunk, opens)
-    page = take_pages(heap, opens, front, width)
+    lost = opens & ((old & bit_of(page)) == 0)
+    if any_lane(lost):
+        page = find_pages(heap, lost, page, old, front, width)
     first = page
     second = page
     if any_lane(opens & (some != 0)):

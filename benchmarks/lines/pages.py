@@ -24,7 +24,7 @@ from devalloc.kernels.pages import one_of, spread
 from .layout import bit_of, free_row, hint_ptr, load_chunks
 
 RESIDENT = tl.constexpr(4096)  # programs that may look for pages at one time
-TRIES = tl.constexpr(40)
+TRIES = tl.constexpr(16)
 
 
 @triton.jit
@@ -56,38 +56,45 @@ def find_chunk(heap, front, width, salt):
 
 
 @triton.jit
-def take_pages(heap, want, front, width):
-    """A page for each lane (or scalar) in ``want``, from a window of ``width`` pages from chunk
-    ``front`` on; -1 where none was found."""
+def guess_pages(heap, want, front, width):
+    """Try to take a page for each lane (or scalar) in ``want``, of ``width`` pages from chunk
+    ``front`` on. Returns the pages, and the words of their chunks as they were."""
+    lane = lane_index(want)
+    pages = load_chunks(heap) * 64
+    page = spread(program_index() * 5 + lane * 3, tl.minimum(width, pages)) + front * 64
+    page = tl.where(page >= pages, page - pages, page)
+    ptr = free_row(heap) + tl.where(want, page >> 6, 0)
+    return page, tl.atomic_and(ptr, bit_of(page) ^ -1, mask=want, sem="relaxed")
+
+
+@triton.jit
+def find_pages(heap, want, page, old, front, width):
+    """A page for each lane (or scalar) in ``want`` that has taken none: not ``page``, of whose
+    chunk the word was ``old``. The others keep theirs; -1 where none was found."""
     lane = lane_index(want)
     words = free_row(heap)
-    chunks = load_chunks(heap)
-    width = tl.minimum(width, chunks * 64)
-    guess = spread(program_index() * 5 + lane * 3, width) + front * 64
-    guess = tl.where(guess >= chunks * 64, guess - chunks * 64, guess)
-    page = lane * 0 - 1
+    guess = page
+    page = tl.where(want, -1, page)
     pending = want
     tries = front * 0
     while any_lane(pending) & (tries < TRIES):
-        chunk = guess >> 6
+        # What came back says which pages of the chunk are free. If none is, look at others.
+        salt = mix(program_index() * 64 + lane + tries * 977)
+        here = (guess >> 6) * 64 + next_bit(tl.where(old != 0, old, 1), salt & 63)
+        guess = tl.where(pending & (old != 0), here, guess)
+        if any_lane(pending & (old == 0)):
+            at = find_chunk(heap, front, (width + 63) >> 6, mix(program_index() + tries * 977))
+            if at >= 0:
+                found = atomic_load(words + tl.where(pending, at, 0), pending)
+                away = at * 64 + next_bit(tl.where(found != 0, found, 1), salt & 63)
+                guess = tl.where(pending & (old == 0), away, guess)
+            front = atomic_load(hint_ptr(heap)).to(tl.int32)
         bit = bit_of(guess)
-        ptr = words + tl.where(pending, chunk, 0)
+        ptr = words + tl.where(pending, guess >> 6, 0)
         old = tl.atomic_and(ptr, bit ^ -1, mask=pending, sem="relaxed")
         won = pending & ((old & bit) != 0)
         page = tl.where(won, guess, page)
         pending = pending & (won == 0)
-        if any_lane(pending):
-            # What came back says which pages of the chunk are free. If none is, look at others.
-            salt = mix(program_index() * 64 + lane + tries * 977)
-            here = chunk * 64 + next_bit(tl.where(old != 0, old, 1), salt & 63)
-            guess = tl.where(pending & (old != 0), here, guess)
-            if any_lane(pending & (old == 0)):
-                at = find_chunk(heap, front, (width + 63) >> 6, mix(program_index() + tries * 977))
-                if at >= 0:
-                    found = atomic_load(words + tl.where(pending, at, 0), pending)
-                    away = at * 64 + next_bit(tl.where(found != 0, found, 1), salt & 63)
-                    guess = tl.where(pending & (old == 0), away, guess)
-                front = atomic_load(hint_ptr(heap)).to(tl.int32)
         tries += 1
     return page
 

@@ -43,7 +43,7 @@ from .layout import (
     slab_word,
     span_count,
 )
-from .lines import leave_account, promise, retire
+from .lines import leave_account, leave_one, promise, retire
 from .pages import give_pages, give_run, run_bits
 
 PASSES = tl.constexpr(16)
@@ -89,48 +89,37 @@ def take_what_rests(heap):
     return some
 
 
-@triton.jit
-def one_promise(heap, cls, page, need, slots):
-    """What a search returns: ``page``, and how many of its slots were promised, shifted by 32."""
-    granted = promise(heap, page, cls, need, slots, page >= 0)
-    if granted < need:
-        back = (need - granted).to(tl.int64)
-        ptr = page_word_ptr(load_records(heap), page)
-        now = tl.atomic_add(ptr, -back, sem="relaxed") - back
-        leave_account(heap, page, now, need - granted, need > granted)
-    return tl.where(granted > 0, page.to(tl.int64) + (granted.to(tl.int64) << 32), 0)
-
-
-@triton.jit
-def free_page(heap, cls, slots, need, page):
-    """What a search returns for ``page``, which it took: the page becomes one of class ``cls``."""
-    state = slab_word(cls, slots) + need.to(tl.int64)
-    tl.atomic_add(page_word_ptr(load_records(heap), page), state, sem="relaxed")
-    return page.to(tl.int64) + (need.to(tl.int64) << 32)
+@triton.jit(noinline=True)
+def ask(heap, cls, page):
+    """Ask ``page`` for one slot of class ``cls`` (int32 scalars). Returns it, or -1."""
+    one = page * 0 + 1
+    granted = promise(heap, page, cls, one, class_slots(cls), one == 1)
+    if granted == 0:
+        leave_one(heap, page)
+    return tl.where(granted == 1, page, -1)
 
 
 @triton.jit(noinline=True)
-def search_slots(heap, cls, need):
-    """Promise up to ``need`` slots of class ``cls`` (int32 scalars) in one page, wherever they are.
-    Returns the page (lower half) and how many (upper half); 0 if there is none."""
+def search_slots(heap, cls):
+    """Promise a slot of class ``cls`` (int32 scalar), wherever there is one. Returns the page, or
+    -1 if there is none."""
     lane = tl.arange(0, 64)
     slots = class_slots(cls)
     chunks = load_chunks(heap)
-    wanted = tl.minimum(need, slots)
-    found = (need * 0).to(tl.int64)
-    before = found
-    passes = need * 0
-    while (found == 0) & (passes < PASSES):
-        seen = found & 0
+    found = cls * 0 - 1
+    before = (cls * 0).to(tl.int64)
+    passes = cls * 0
+    while (found < 0) & (passes < PASSES):
+        seen = before & 0
         # Pages of the class with room for half of their slots, then free pages, of 64 chunks at a
         # time; then all pages of the class.
-        kind = need * 0
-        while (found == 0) & (kind < 3):
+        kind = cls * 0
+        while (found < 0) & (kind < 3):
             row = tl.where(kind == 0, class_row(heap, cls), free_row(heap))
             end = tl.where(kind == 2, load_pages(heap), chunks)
-            at = need * 0
-            tries = need * 0
-            while (found == 0) & (at < end):
+            at = cls * 0
+            tries = cls * 0
+            while (found < 0) & (at < end):
                 here = at + lane < end
                 if kind == 2:
                     word = atomic_load(page_word_ptr(load_records(heap), at + lane), here)
@@ -146,26 +135,27 @@ def search_slots(heap, cls, need):
                     chosen = some & (rank_of(some) == one_of(count, salt))
                     index = at + tl.sum(tl.where(chosen, lane, 0), axis=0)
                     if kind == 2:
-                        found = one_promise(heap, cls, index, wanted, slots)
+                        found = ask(heap, cls, index)
                     else:
                         bit = next_bit(pick(word, index - at), (salt >> 16) & 63)
                         old = tl.atomic_and(row + index, bit_of(bit) ^ -1, sem="relaxed")
                         if (old & bit_of(bit)) != 0:
-                            page = index * 64 + bit
                             if kind == 0:
-                                found = one_promise(heap, cls, page, wanted, slots)
+                                found = ask(heap, cls, index * 64 + bit)
                             else:
-                                found = free_page(heap, cls, slots, wanted, page)
-                            if wanted <= (slots >> 1):
-                                # (Others may use the rest.)
-                                rest = tl.where(found != 0, bit_of(bit), 0)
-                                tl.atomic_or(class_row(heap, cls) + index, rest, sem="relaxed")
+                                found = index * 64 + bit
+                                state = slab_word(cls, slots) + 1
+                                ptr = page_word_ptr(load_records(heap), found)
+                                tl.atomic_add(ptr, state, sem="relaxed")
+                            # (Others may use the rest.)
+                            rest = tl.where((found >= 0) & (slots > 2), bit_of(bit), 0)
+                            tl.atomic_or(class_row(heap, cls) + index, rest, sem="relaxed")
                 # (Others were there first: look at the same words again, but not for ever.)
                 tries = tl.where((count > 0) & (tries < PASSES), tries + 1, 0)
                 at += tl.where(tries > 0, 0, 64)
             kind += 1
         passes += 1
-        if found == 0:
+        if found < 0:
             rested = take_what_rests(heap)
             if (rested == 0) & (passes > 1) & (seen == before):
                 passes += PASSES

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.lines import layout
 from benchmarks.lines.geometry import CLASSES, Geometry
-from devalloc.heap_state import FREE, RUN, SLAB, Snapshot
+from devalloc.heap.state import FREE, RUN, SLAB, Snapshot
 from devalloc.kernels.layout import E_OUT_OF_MEMORY, ERRORS
 from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, PAGE_BYTES, format_size
 
