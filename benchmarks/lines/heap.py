@@ -106,7 +106,7 @@ def claim_others(records, page, granule, size, lost):
     """Other slots for the lanes that ``lost`` theirs: each was promised one of its page."""
     while any_lane(lost):
         ptr, bit = live_bit(records, page, granule)
-        old = tl.atomic_or(ptr, bit, mask=lost, sem="relaxed")
+        old = tl.atomic_or(ptr, bit, mask=lost, sem="acquire")
         lost = lost & ((old & bit) != 0)
         if any_lane(lost):
             granule = tl.where(lost, another(old | bit, granule, size), granule)
@@ -153,7 +153,7 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
         tl.atomic_and(word_ptr, (addr & 0) + (-1 - KEPT), mask=last, sem="relaxed")
         granule = slot * (size >> 4)
         ptr, bit = live_bit(records, tl.where(good, page, 0), granule)
-        old = tl.atomic_or(ptr, bit, mask=good, sem="relaxed")
+        old = tl.atomic_or(ptr, bit, mask=good, sem="acquire")
         lost = good & ((old & bit) != 0)
         bad = active & (good == 0)
         if any_lane(lost | bad):
@@ -180,7 +180,7 @@ def claim_span(heap, span, size, index, good):
     if is_block(good):
         turn, bits = speak_for(granule, size >> 4, index, span_count(span) - 1 - index)
         speaks = good & (turn == 0)
-    old = tl.atomic_or(ptr, bits, mask=speaks, sem="relaxed")
+    old = tl.atomic_or(ptr, bits, mask=speaks, sem="acquire")
     wrong = tl.where(speaks, old & bits, 0)
     if any_lane(wrong != 0):
         # A program with a promise of other slots was there first: each lane still finds a slot.
@@ -292,7 +292,7 @@ def malloc_whole(heap, cls, same, rank, n):
     pages, have = take_any(heap, n)
     lane = tl.arange(0, 64)
     state = slab_word(cls, slots) + slots + (pages & 0).to(tl.int64)
-    tl.atomic_add(page_word_ptr(records, pages), state, mask=lane < have, sem="relaxed")
+    tl.atomic_add(page_word_ptr(records, pages), state, mask=lane < have, sem="acquire")
     at = divide(tl.where(same, rank, 0), slots)
     page = tl.gather(pages, tl.minimum(at, n - 1), 0)
     slot = rank - at * slots
@@ -312,6 +312,8 @@ def release_span(heap, word):
     if word != 0:
         count = span_count(word)
         page = (word & PAGE_MASK).to(tl.int32)
+        # What was done in these slots happens before what the page's next owners do.
+        fence(heap + ERRORS)
         one = (word & 0) + count
         now = tl.atomic_add(page_word_ptr(load_records(heap), page), -one, sem="relaxed") - one
         leave_account(heap, page, now, count, count > 0)
@@ -336,7 +338,7 @@ def take_span(heap, cls, count):
     word = tl.atomic_xchg(ptr, tl.full((), 0, tl.int64), sem="acquire")
     wanted = (count.to(tl.int64) << SPAN_COUNT) + ((cls + 1).to(tl.int64) << SPAN_CLASS)
     if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):
-        word = release_span(heap, tl.atomic_xchg(ptr, word, sem="relaxed")) & 0
+        word = release_span(heap, tl.atomic_xchg(ptr, word, sem="acq_rel")) & 0
     return word
 
 

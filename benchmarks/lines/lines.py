@@ -9,17 +9,22 @@ Whoever comes to a page adds to its word the number of slots that it wants. What
 whether the page is of its class and has room: then so many of its clear live bits are *promised*.
 If not, it takes back what it added, and draws another ticket. So nothing is wrong if a place is
 old, or leads two lines to one page: it costs time.
+
+Order: the word of a page carries it. A free fences before it clears live bits and subtracts; all
+that ever changes a page word is a read-modify-write; and a malloc acquires with the addition and
+with the claim. So what was done in a page before happens before what its next owners do, whatever
+way the page took between them. Runs touch the words of all their pages for this.
 """
 
 import triton
 import triton.language as tl
 
-from devalloc.kernels.atomics import atomic_cas, atomic_load
+from devalloc.kernels.atomics import atomic_cas, atomic_load, fence
 from devalloc.kernels.bits import divide, mix, next_bit
 from devalloc.kernels.groups import alike, from_leader
 from devalloc.kernels.lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick
 from devalloc.kernels.lanes import width as width_of
-from devalloc.kernels.layout import program_index
+from devalloc.kernels.layout import ERRORS, program_index
 from devalloc.kernels.pages import spread
 
 from .layout import (
@@ -117,12 +122,29 @@ def retire(heap, page, word, idle, listed):
 
 
 @triton.jit(noinline=True)
+def touch_words(heap, page, n):
+    """Add nothing to the words of the ``n`` pages from ``page`` on (int32 scalars), which carry the
+    order between the owners of a page. Returns 0."""
+    lane = tl.arange(0, 64)
+    at = n * 0
+    while at < n:
+        here = at + lane < n
+        ptr = page_word_ptr(load_records(heap), tl.where(here, page + at + lane, page))
+        tl.atomic_add(ptr, (lane * 0).to(tl.int64), mask=here, sem="relaxed")
+        at += 64
+    return n * 0
+
+
+@triton.jit(noinline=True)
 def retire_run(heap, page, word):
     """Give back the pages of the run at ``page``, which has nothing out by its word, unless it was
     given back since. Returns 0."""
     ptr = page_word_ptr(load_records(heap), page)
     length = atomic_load(ptr + LENGTH).to(tl.int32)
     if atomic_cas(ptr, word, word & 0) == word:
+        # What others did in the run, who came to its word before, happens before what we do here.
+        fence(heap + ERRORS)
+        touch_words(heap, page, length)
         give_run(heap, page, length)
         tl.atomic_min(hint_ptr(heap), (page >> 6).to(tl.int64), sem="relaxed")
     return page * 0
@@ -192,7 +214,7 @@ def has_half(word, cls):
 def promise(heap, page, cls, counts, slots, asks):
     """Ask pages for slots, ``counts`` each. Returns how many of them the caller was promised."""
     ptr = page_word_ptr(load_records(heap), tl.where(asks, page, 0))
-    old = tl.atomic_add(ptr, counts.to(tl.int64), mask=asks, sem="relaxed")
+    old = tl.atomic_add(ptr, counts.to(tl.int64), mask=asks, sem="acquire")
     room = tl.where(is_slab_of(old, cls), slots - page_out(old), 0)
     return tl.where(asks, tl.minimum(tl.maximum(room, 0), counts), 0)
 

@@ -43,7 +43,7 @@ from .layout import (
     slab_word,
     span_count,
 )
-from .lines import leave_account, leave_one, promise, retire
+from .lines import leave_account, leave_one, promise, retire, touch_words
 from .pages import give_pages, give_run, run_bits
 
 PASSES = tl.constexpr(16)
@@ -67,6 +67,8 @@ def take_what_rests(heap):
             nothing = (lane * 0).to(tl.int64)
             span = tl.atomic_xchg(magazines + at + lane, nothing, mask=full, sem="relaxed")
             full = full & (span != 0)
+            # What was done in these slots happens before what their pages' next owners do.
+            fence(heap + ERRORS)
             page = tl.where(full, span & PAGE_MASK, 0).to(tl.int32)
             counts = tl.where(full, span_count(span), 0)
             change = counts.to(tl.int64)
@@ -146,7 +148,7 @@ def search_slots(heap, cls):
                                 found = index * 64 + bit
                                 state = slab_word(cls, slots) + 1
                                 ptr = page_word_ptr(load_records(heap), found)
-                                tl.atomic_add(ptr, state, sem="relaxed")
+                                tl.atomic_add(ptr, state, sem="acquire")
                             # (Others may use the rest.)
                             rest = tl.where((found >= 0) & (slots > 2), bit_of(bit), 0)
                             tl.atomic_or(class_row(heap, cls) + index, rest, sem="relaxed")
@@ -257,6 +259,7 @@ def malloc_run(heap, length):
         page = find_run(heap, length.to(tl.int32))
         if page >= 0:
             # What the pages' last owners did happens before us.
+            touch_words(heap, page, length.to(tl.int32))
             fence(heap + ERRORS)
             ptr = page_word_ptr(load_records(heap), page)
             tl.atomic_xchg(ptr + LENGTH, length, sem="relaxed")
