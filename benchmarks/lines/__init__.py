@@ -1,6 +1,5 @@
-"""An experiment: a heap that hands out slots by lines of pages, raced against the heap.
+"""The next heap, as an experiment: raced against the heap, and complete but for debug heaps.
 
-The design is in docs/compact-heap.md. What is missing here: runs, errors, audits, exact
-exhaustion, order between owners, what follows when a ticket leads to no page, and the last step of
-the rule for laps (in the document, under "What is left"). Nothing else imports this.
+The design is in docs/compact-heap.md, and what is missing under "What is left" there. Nothing else
+imports this.
 """

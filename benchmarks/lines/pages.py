@@ -15,11 +15,12 @@ from devalloc.kernels.bits import (
     mix,
     next_bit,
     popcount,
+    reciprocal,
     select_bit,
 )
-from devalloc.kernels.lanes import any_lane, lane_bits, lane_index, pick
+from devalloc.kernels.lanes import any_lane, lane_bits, lane_index, pick, rank_of
 from devalloc.kernels.layout import program_count, program_index
-from devalloc.kernels.pages import one_of, spread
+from devalloc.kernels.pages import one_of
 
 from .layout import bit_of, free_row, hint_ptr, load_chunks
 
@@ -58,10 +59,17 @@ def find_chunk(heap, front, width, salt):
 @triton.jit
 def guess_pages(heap, want, front, width):
     """Try to take a page for each lane (or scalar) in ``want``, of ``width`` pages from chunk
-    ``front`` on. Returns the pages, and the words of their chunks as they were."""
-    lane = lane_index(want)
+    ``front`` on. Returns the pages, and the words of their chunks as they were.
+
+    Each program has its own part of the window, from the start of which its lanes take one page
+    each. So where all is free, programs meet only if one needs twice its share.
+    """
     pages = load_chunks(heap) * 64
-    page = spread(program_index() * 5 + lane * 3, tl.minimum(width, pages)) + front * 64
+    programs = tl.minimum(program_count(), RESIDENT)
+    index = program_index() & (RESIDENT - 1)
+    share = tl.minimum(width, pages).to(tl.float32) * reciprocal(programs.to(tl.float32))
+    start = (index.to(tl.float32) * share).to(tl.int32)
+    page = front * 64 + start + tl.where(want, rank_of(want), 0)
     page = tl.where(page >= pages, page - pages, page)
     ptr = free_row(heap) + tl.where(want, page >> 6, 0)
     return page, tl.atomic_and(ptr, bit_of(page) ^ -1, mask=want, sem="relaxed")
