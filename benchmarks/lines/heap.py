@@ -352,7 +352,8 @@ def free_scalar(heap, addr, active, page, granule):
     ptr, bit = live_bit(records, page, granule)
     ptr = tl.where(lane == 0, ptr + lane * 0, page_word_ptr(records, page) + lane * 0)
     change = tl.where(lane == 0, bit ^ -1, -1)
-    old = tl.atomic_and(ptr, change, mask=(lane >= 0) & active, sem="relaxed")
+    # (A comparison, because the interpreter takes no mask that is a scalar and a block combined.)
+    old = tl.atomic_and(ptr, change, mask=lane < tl.where(active, 2, 0), sem="relaxed")
     word = pick(old, 1)
     if active & ((pick(old, 0) & bit) != 0):
         cls = page_class(word)
