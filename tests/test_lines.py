@@ -53,6 +53,28 @@ def test_blocks_are_apart_and_all_but_open_pages_come_back(
     assert heap.pages - len(heap.free_pages()) <= 4 * classes
 
 
+def test_a_block_may_fill_more_pages_than_are_taken_together() -> None:
+    heap = Lines(HEAP, "cpu", stripes=1)
+    sizes = torch.full((256,), 32752)
+    addrs = torch.zeros(256, dtype=torch.int64)
+    heap.malloc(sizes, addrs, 256)
+    assert int((addrs == 0).sum()) == 0
+    assert overlaps(addrs, sizes) == 0
+    heap.free(addrs, torch.ones(256, dtype=torch.int32), 256)
+    assert heap.pages - len(heap.free_pages()) <= 4
+
+
+def test_scalars_are_freed_in_the_interpreter() -> None:
+    heap = Lines(HEAP, "cpu", stripes=1)
+    addrs = torch.zeros(70, dtype=torch.int64)
+    heap.malloc_scalars(addrs, 1024, 1)
+    assert overlaps(addrs, torch.full((70,), 1024)) == 0
+    heap.free_scalars(addrs, 1)
+    again = torch.zeros(70, dtype=torch.int64)
+    heap.malloc_scalars(again, 1024, 1)
+    assert torch.equal(addrs.sort().values, again.sort().values)
+
+
 def test_half_empty_pages_are_used_again() -> None:
     heap = Lines(HEAP, "cpu", stripes=1)
     sizes = torch.full((1000,), 1024)

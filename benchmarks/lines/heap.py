@@ -313,15 +313,16 @@ def malloc(heap, nbytes, active, polls: tl.constexpr = 4000):
             same = same & (same == 0)
         if is_block(nbytes):
             if count >= slots_of(size):
-                n = divide(count, slots_of(size))
+                n = tl.minimum(divide(count, slots_of(size)), 64)
                 addr = malloc_whole(heap, cls, same, rank, n)
                 same = same & (rank >= n * slots_of(size))
         small = same
     if any_lane(small):
         if is_block(nbytes):
-            alone = count_lanes(small & (classes != cls)) == 0
+            left = count_lanes(small)
+            # (Of a block that fills more than 64 pages, more may be left than a page has slots.)
+            alone = (count_lanes(small & (classes != cls)) == 0) & (left < class_slots(cls))
             if alone:
-                left = count_lanes(small)
                 some = malloc_alike(heap, cls, small, rank_of(small), left, class_bytes(cls), polls)
                 addr = tl.where(small, some, addr)
             elif width(nbytes) > GROUP:
