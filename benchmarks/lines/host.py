@@ -149,8 +149,9 @@ class Lines(Raced):
         "cuda", or "cpu" in the interpreter.
     memory : bool
         Whether there is memory behind the pages; if not, addresses are only numbers.
-    stripes, ring : int
-        Lines per class, and places of a ring; powers of two. Default: what suits the size.
+    stripes, ring, magazines : int
+        Lines per class, places of a ring, and magazines; powers of two. Default: what suits the
+        size.
     """
 
     name = "lines"
@@ -162,6 +163,7 @@ class Lines(Raced):
         memory: bool = False,
         stripes: int | None = None,
         ring: int | None = None,
+        magazines: int | None = None,
     ) -> None:
         self.pages = pages = nbytes // PAGE_BYTES
         self.stripes = stripes = stripes or min(8, 1 << max(0, (pages // 1024).bit_length() - 1))
@@ -174,10 +176,10 @@ class Lines(Raced):
         records = layout.LINES.value + CLASSES * stripes * layout.LINE_STRIDE.value
         self.words = records + pages * layout.RECORD_WORDS.value
         places = self.words + chunks * (CLASSES + 1)
-        magazines = places + CLASSES * stripes * ring
-        held = 1 << (pages // 2).bit_length()
-        state = torch.zeros(magazines + held, dtype=torch.int64)
-        state[layout.MAGAZINES.value] = magazines
+        spans = places + CLASSES * stripes * ring
+        held = magazines or 1 << (pages // 2).bit_length()
+        state = torch.zeros(spans + held, dtype=torch.int64)
+        state[layout.MAGAZINES.value] = spans
         state[layout.MAGAZINE_MASK.value] = held - 1
         state[layout.BASE.value] = base
         state[layout.STRIPES_AND_RING.value] = stripes + (ring.bit_length() - 1 << 16)
