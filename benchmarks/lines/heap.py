@@ -416,8 +416,16 @@ def free_block(heap, active, page, granule):
             leader, _rank, counts = alike(page, active)
             speaks = active & (leader == lane)
         if any_lane(wrong != 0):
-            speaks = active & (wrong == 0)
+            # Some slots were free already. Then each of the other lanes subtracts for itself.
+            hit = wrong != 0
+            if together:
+                # (For each word the first of its consecutive slots has spoken.)
+                period_log2, _apart = word_period(unit)
+                speaker = lane - (before >> period_log2 << period_log2)
+                hit = (tl.gather(wrong, speaker, 0) & bit) != 0
+            speaks = active & (hit == 0)
             counts = counts * 0 + 1
+            together = together != together
         change = counts.to(tl.int64)
         ptr = page_word_ptr(records, page)
         now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change

@@ -132,7 +132,8 @@ class LinesScenario:
     ``before``: sizes of blocks that live in slots 0, 1, ... when they begin. ``magazines``: how
     many there are; 0: frees find them all in use. ``polls``: how often a program looks whether a
     place is open. ``wrong``: frees of what is not live any more. ``nulls``: whether a malloc may
-    fail. ``opened``: how many places may have been opened in the end, if that is limited.
+    fail; ``served``: slots that hold an address in the end. ``opened``: how many places may have
+    been opened in the end, if that is limited.
     """
 
     name: str
@@ -146,6 +147,7 @@ class LinesScenario:
     polls: int = 2
     wrong: int = 0
     nulls: bool = True
+    served: tuple[int, ...] = ()
     opened: int | None = None
     split_blocks: bool = False
 
@@ -219,14 +221,17 @@ class LinesLaboratory:
         scenario = self.scenario
         history = History.read(scenario.script, run.events, self.before, BASE, scenario.pages)
         assert scenario.nulls or not history.nulls, f"a malloc failed\n{history}"
-        history.calls = [
-            call for call in history.calls if call.address != 0 or not call.op.allocates
-        ]
-        history.assert_linearisable(scenario.wrong)
+        addresses = self.slots.tolist()
+        for slot in scenario.served:
+            assert addresses[slot], f"the malloc into slot {slot} failed\n{history}"
         opened = self.view.opened()
         assert scenario.opened is None or opened <= scenario.opened, (
             f"{opened} places were opened\n{history}"
         )
+        history.calls = [
+            call for call in history.calls if call.address != 0 or not call.op.allocates
+        ]
+        history.assert_linearisable(scenario.wrong)
         state = self.heap.handle.numpy().tobytes()
         if state not in self._sound:
             self.view.check()

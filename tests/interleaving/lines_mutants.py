@@ -223,4 +223,20 @@ ALL = (
         breaks="of slots that lanes freed into one page, one is free in its account",
         scenario="block_and_scalar_alone",
     ),
+    Mutant(
+        name="speaker_hears_for_all",
+        file="heap.py",
+        old="hit = (tl.gather(wrong, speaker, 0) & bit) != 0",
+        new="hit = wrong != 0",
+        breaks="lanes whose slots were free already take others out of the account",
+        scenario="two_frees_of_two_lanes",
+    ),
+    Mutant(
+        name="first_lane_looks_for_all",
+        file="heap.py",
+        old="            together = together != together\n",
+        new="",
+        breaks="of lanes that subtract one by one, the first looks whether the page is empty",
+        scenario="two_frees_of_two_pages",
+    ),
 )

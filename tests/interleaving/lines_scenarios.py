@@ -386,6 +386,25 @@ ALL = (
         script=((free(0),), (free(0),)),
         plan=mostly(30, preemptions=2, bound=400),
     ),
+    # One lane of a block speaks for all, and two of them are wrong.
+    LinesScenario(
+        "two_frees_of_two_lanes",
+        pages=1,
+        magazines=0,
+        before=(WORD,) * 6,
+        wrong=2,
+        script=((free_lanes(0),), (free(1), free(2))),
+        plan=mostly(30, preemptions=2, bound=400),
+    ),
+    # ... and the block frees pages.
+    LinesScenario(
+        "two_frees_of_two_pages",
+        pages=3,
+        magazines=0,
+        script=((malloc_lanes(0, HALF), free(0), free(3), free_lanes(0)),),
+        wrong=2,
+        plan=((Random(), 1),),
+    ),
     # Much at a time.
     LinesScenario(
         "everything",
