@@ -140,7 +140,8 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
         if any_lane(lost | bad):
             granule = tl.where(lost, another(old, granule, size), granule)
             granule = claim_others(records, tl.where(good, page, 0), granule, size, lost)
-            over = got & (head == lane) & (granted < users)
+            # (Where a place leads to no page, later tickets had better lead to another place.)
+            over = tl.where(got, (head == lane) & (granted < users), bad)
             pass_over(heap, cls, page, place, users - granted, over)
         where = address_of(load_base(heap), tl.where(good, page, 0), granule)
         addr = tl.where(good, where, addr)
@@ -207,7 +208,8 @@ def draw_spans(heap, cls, need, polls: tl.constexpr):
     last = asks & (start + counts == slots)
     ptr = page_word_ptr(load_records(heap), tl.where(asks, page, 0))
     tl.atomic_and(ptr, (part * 0).to(tl.int64) + (-1 - KEPT), mask=last, sem="relaxed")
-    over = asks & (granted < counts)
+    # (Nothing is granted where a place leads to no page. Later tickets lead to another place then.)
+    over = granted < counts
     if any_lane(over):
         pass_over(heap, kind, page, place, counts - granted, over)
     spans = span_of(tl.maximum(page, 0), start, granted, kind)

@@ -172,8 +172,8 @@ def promise(heap, page, cls, counts, slots, asks):
 
 @triton.jit
 def pass_over(heap, cls, page, place, counts, lanes):
-    """Take back what was added to the words of pages that had no room for it, and go on from their
-    places: later tickets lead to the next ones."""
+    """Take back what was added to the words of pages that had no room for it (page -1: a place that
+    leads to none), and go on from their places: later tickets lead to the next ones."""
     line = line_ptr(heap, cls)
     word = atomic_load(line, lanes)
     left = line_credits(word)

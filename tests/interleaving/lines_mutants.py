@@ -239,4 +239,20 @@ ALL = (
         breaks="of lanes that subtract one by one, the first looks whether the page is empty",
         scenario="two_frees_of_two_pages",
     ),
+    Mutant(
+        name="void_places_stay",
+        file="heap.py",
+        old="    over = granted < counts\n",
+        new="    over = asks & (granted < counts)\n",
+        breaks="all tickets of a place that leads to no page fail, though there are pages by now",
+        scenario="page_comes_back",
+    ),
+    Mutant(
+        name="void_places_stay_for_lanes",
+        file="heap.py",
+        old="over = tl.where(got, (head == lane) & (granted < users), bad)",
+        new="over = got & (head == lane) & (granted < users)",
+        breaks="the same for blocks of several classes",
+        scenario="page_comes_back_to_lanes",
+    ),
 )

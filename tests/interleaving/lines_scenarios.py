@@ -237,8 +237,9 @@ ALL = (
     # The opener of a place stands still, and others give up waiting for it.
     LinesScenario(
         "opener_stands_still",
-        pages=3,
+        pages=8,
         magazines=0,
+        ring=8,
         nulls=False,
         script=((malloc(0, HALF), free(0)), (malloc(1, HALF),), (malloc(2, HALF), free(2))),
         plan=(
@@ -254,7 +255,6 @@ ALL = (
         pages=4,
         magazines=0,
         ring=1,
-        nulls=False,
         script=(
             (malloc(0, HALF), free(0)),
             (malloc(1, HALF), malloc(2, HALF), malloc(3, HALF), free(2)),
@@ -366,6 +366,25 @@ ALL = (
         magazines=0,
         nulls=False,
         script=((malloc(0, HALF), malloc(1, HALF), free(0), free(1), malloc(2, THIRD)),),
+        plan=((Random(), 1),),
+    ),
+    # A place was opened when there was no page, and then there is one.
+    LinesScenario(
+        "page_comes_back",
+        pages=1,
+        magazines=0,
+        before=(HALF, HALF),
+        served=(3,),
+        script=((malloc(2, WORD), free(0), free(1), malloc(3, WORD)),),
+        plan=((Random(), 1),),
+    ),
+    LinesScenario(
+        "page_comes_back_to_lanes",
+        pages=1,
+        magazines=0,
+        before=(HALF, HALF),
+        served=(4, 6),
+        script=((malloc_two(2, WORD), free(0), free(1), malloc_two(4, WORD)),),
         plan=((Random(), 1),),
     ),
     # An opener takes a page in advance, finds two that are half empty, and gives it back.
