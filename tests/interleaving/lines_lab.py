@@ -58,8 +58,8 @@ BASE = 1 << 40  # no memory is behind the pages
 
 # A program that finds no page, or no open place, tries again as often as this and not as on a
 # device: the schedules are long enough.
-ROUNDS = 4
-TRIES = 4
+ROUNDS = 3
+TRIES = 2
 
 # A span of no slots, of a class that is none: no malloc takes it, and no free replaces it.
 NO_SPAN = 63 << layout.SPAN_CLASS.value

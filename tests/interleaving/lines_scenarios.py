@@ -7,11 +7,13 @@ every malloc takes a ticket, and every free leaves the account of its page.
 
 from __future__ import annotations
 
+import random
+
 from devalloc.testing import PCT, Exhaustive, Random
 from tests.interleaving.directed import Turn, directed
-from tests.interleaving.lab import Plan
+from tests.interleaving.lab import SLOTS, Plan
 from tests.interleaving.lines_lab import LinesScenario
-from tests.interleaving.scripts import free, free_lanes, malloc, malloc_lanes, malloc_two
+from tests.interleaving.scripts import Op, free, free_lanes, malloc, malloc_lanes, malloc_two
 
 WORD = 1024
 EIGHTH = 8192
@@ -49,7 +51,7 @@ ALL = (
         ),
         plan=(
             *directed(Turn(0, "run_lines", 9), Turn(1, "promise"), Turn(0), Turn(1)),
-            *mostly(30),
+            *mostly(12),
         ),
     ),
     # A place is used up while its last ticket's holder keeps its page, or has freed it.
@@ -439,5 +441,42 @@ ALL = (
         plan=samples(20),
     ),
 )
+
+
+def drawn(seed: int) -> LinesScenario:
+    """Programs with scripts drawn at random: each frees what it allocated, and some of what lived
+    before."""
+    chance = random.Random(seed)
+    sizes = chance.sample((WORD, EIGHTH, 2 * EIGHTH, THIRD, HALF), 2)
+    programs = chance.choice((2, 3))
+    before = tuple(chance.choice(sizes) for _ in range(chance.randrange(5)))
+    mine: list[list[Op]] = [[] for _ in range(programs)]
+    for slot in range(len(before)):
+        mine[chance.randrange(programs)].append(free(slot))
+    after = len(before)
+    script = []
+    for frees in mine:
+        ops: list[Op] = []
+        for _ in range(chance.randrange(2, 5)):
+            if frees and (chance.random() < 0.5 or after + 4 > SLOTS):
+                ops.append(frees.pop(chance.randrange(len(frees))))
+                continue
+            kind = chance.choice((malloc, malloc, malloc_lanes, malloc_two))
+            size = min(min(sizes), HALF // 2) if kind is malloc_two else chance.choice(sizes)
+            ops.append(kind(after, size))
+            frees.append(free(after) if kind is malloc else free_lanes(after))
+            after += ops[-1].lanes
+        script.append(tuple(ops))
+    return LinesScenario(
+        f"drawn_{seed}",
+        pages=chance.choice((3, 5, 8)),
+        magazines=chance.choice((0, 0, 1, 2)),
+        stripes=chance.choice((1, 2)),
+        ring=chance.choice((1, 2, 4)),
+        before=before,
+        script=tuple(script),
+        plan=((Random(seed, stay=0.8), 8), (PCT(depth=4, seed=seed), 12)),
+    )
+
 
 BY_NAME = {scenario.name: scenario for scenario in ALL}

@@ -14,7 +14,7 @@ from tests.conftest import ON_GPU
 from tests.interleaving import lines_mutants, scenarios, test_mutants, trial
 from tests.interleaving.lab import SCALE, SHORT
 from tests.interleaving.lines_lab import LinesScenario
-from tests.interleaving.lines_scenarios import ALL, BY_NAME
+from tests.interleaving.lines_scenarios import ALL, BY_NAME, drawn
 from tests.interleaving.mutants import Mutant
 
 pytestmark = [
@@ -42,6 +42,14 @@ def test_every_schedule_leaves_sound_pages(
         + ", ".join(report.strategy for report in reports if report.complete),
     )
     assert schedules >= len(scenario.plan)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "scale"), [(6, SHORT), pytest.param(60, 4.0, marks=pytest.mark.long)]
+)
+def test_programs_drawn_at_random(seeds: int, scale: float) -> None:
+    for seed in range(seeds):
+        assert list(drawn(seed).explore(scale * SCALE))
 
 
 @pytest.mark.parametrize("mutant", lines_mutants.ALL, ids=lambda mutant: mutant.name)
