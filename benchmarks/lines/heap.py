@@ -31,7 +31,6 @@ from devalloc.kernels.layout import (
 from devalloc.kernels.live import STRIDE, heard, speak_for, word_period
 
 from .layout import (
-    KEPT,
     PAGE_MASK,
     SPAN_CLASS,
     SPAN_COUNT,
@@ -60,6 +59,7 @@ from .lines import (
     open_places,
     pass_over,
     promise,
+    stop_keeping,
     ticket_place,
 )
 from .pages import take_any, window
@@ -130,8 +130,7 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
         granted = leaders(granted, head)
         good = got & (rank < granted)
         last = good & (slot == slots - 1)
-        word_ptr = page_word_ptr(records, tl.where(got, page, 0))
-        tl.atomic_and(word_ptr, (addr & 0) + (-1 - KEPT), mask=last, sem="relaxed")
+        stop_keeping(heap, page, last)
         granule = slot * (size >> 4)
         ptr, bit = live_bit(records, tl.where(good, page, 0), granule)
         old = tl.atomic_or(ptr, bit, mask=good, sem="relaxed")
@@ -206,8 +205,7 @@ def draw_spans(heap, cls, need, polls: tl.constexpr):
     asks = (counts > 0) & (page >= 0)
     granted = promise(heap, page, kind, counts, slots, asks)
     last = asks & (start + counts == slots)
-    ptr = page_word_ptr(load_records(heap), tl.where(asks, page, 0))
-    tl.atomic_and(ptr, (part * 0).to(tl.int64) + (-1 - KEPT), mask=last, sem="relaxed")
+    stop_keeping(heap, page, last)
     # (Nothing is granted where a place leads to no page. Later tickets lead to another place then.)
     over = granted < counts
     if any_lane(over):

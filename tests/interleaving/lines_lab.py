@@ -133,7 +133,7 @@ class LinesScenario:
     many there are; 0: frees find them all in use. ``polls``: how often a program looks whether a
     place is open. ``wrong``: frees of what is not live any more. ``nulls``: whether a malloc may
     fail; ``served``: slots that hold an address in the end. ``opened``: how many places may have
-    been opened in the end, if that is limited.
+    been opened, and ``in_use``: how many pages be in use in the end, if that is limited.
     """
 
     name: str
@@ -149,6 +149,7 @@ class LinesScenario:
     nulls: bool = True
     served: tuple[int, ...] = ()
     opened: int | None = None
+    in_use: int | None = None
     split_blocks: bool = False
 
     def laboratory(self, shrink_seconds: float = SHRINK) -> LinesLaboratory:
@@ -227,6 +228,10 @@ class LinesLaboratory:
         opened = self.view.opened()
         assert scenario.opened is None or opened <= scenario.opened, (
             f"{opened} places were opened\n{history}"
+        )
+        in_use = sum(self.view.word(page) & WORD_OUT != 0 for page in range(scenario.pages))
+        assert scenario.in_use is None or in_use <= scenario.in_use, (
+            f"{in_use} pages are in use\n{history}"
         )
         history.calls = [
             call for call in history.calls if call.address != 0 or not call.op.allocates

@@ -46,8 +46,8 @@ ALL = (
     Mutant(
         name="kept_for_good",
         file="heap.py",
-        old="(part * 0).to(tl.int64) + (-1 - KEPT)",
-        new="(part * 0).to(tl.int64) - 1",
+        old="    stop_keeping(heap, page, last)\n    # (",
+        new="    # (",
         breaks="pages stay kept when their place is used up: each place needs a new one",
         scenario="used_up",
     ),
@@ -55,14 +55,16 @@ ALL = (
         name="left_before_it_is_not_kept",
         file="lines.py",
         old="""\
-        tl.atomic_and(ptr, (ptr.to(tl.int64) & 0) + (-1 - KEPT), mask=there, sem="relaxed")
+        stop_keeping(heap, page, there)
+        ptr = page_word_ptr(load_records(heap), tl.where(there, page, 0))
         change = counts.to(tl.int64)
         now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
 """,
         new="""\
+        ptr = page_word_ptr(load_records(heap), tl.where(there, page, 0))
         change = counts.to(tl.int64)
         now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
-        tl.atomic_and(ptr, (ptr.to(tl.int64) & 0) + (-1 - KEPT), mask=there, sem="relaxed")
+        stop_keeping(heap, page, there)
 """,
         breaks="a page is not kept any more after its last slot was freed, and nobody retires it",
         scenario="late_ticket",
@@ -254,5 +256,13 @@ ALL = (
         new="over = got & (head == lane) & (granted < users)",
         breaks="the same for blocks of several classes",
         scenario="page_comes_back_to_lanes",
+    ),
+    Mutant(
+        name="not_listed_when_not_kept",
+        file="lines.py",
+        old="half = lanes & ((word & KEPT) != 0) & (page_out(word) <= page_half(word))",
+        new="half = lanes & ((word & KEPT) == 0) & (page_out(word) <= page_half(word))",
+        breaks="a page that was half emptied while it was kept is found by nobody",
+        scenario="half_empty_when_used_up",
     ),
 )

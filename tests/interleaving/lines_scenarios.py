@@ -105,7 +105,7 @@ ALL = (
             *directed(
                 Turn(0, "promise"),
                 Turn(1, "run_lines", 5),
-                Turn(0, "pass_over", 4),
+                Turn(0, "pass_over", 3),
                 Turn(1),
                 Turn(0),
             ),
@@ -126,7 +126,7 @@ ALL = (
             *directed(
                 Turn(0, "promise"),
                 Turn(1, "run_lines", 5),
-                Turn(0, "pass_over", 4),
+                Turn(0, "pass_over", 3),
                 Turn(1, "run_lines", 2),
                 Turn(0),
                 Turn(1),
@@ -134,7 +134,7 @@ ALL = (
             *directed(
                 Turn(0, "promise"),
                 Turn(1, "run_lines", 4),
-                Turn(0, "pass_over", 4),
+                Turn(0, "pass_over", 3),
                 Turn(1, "run_lines"),
                 Turn(0),
                 Turn(1),
@@ -142,7 +142,7 @@ ALL = (
             *directed(
                 Turn(0, "promise"),
                 Turn(1, "run_lines", 4),
-                Turn(0, "pass_over", 4),
+                Turn(0, "pass_over", 3),
                 Turn(1, "open_places", 2),
                 Turn(0),
                 Turn(1),
@@ -287,7 +287,7 @@ ALL = (
             *directed(
                 Turn(0, "promise"),
                 Turn(1, "run_lines", 4),
-                Turn(0, "pass_over", 4),
+                Turn(0, "pass_over", 3),
                 Turn(1, "run_lines"),
                 Turn(0),
                 Turn(1),
@@ -368,6 +368,16 @@ ALL = (
         magazines=0,
         nulls=False,
         script=((malloc(0, HALF), malloc(1, HALF), free(0), free(1), malloc(2, THIRD)),),
+        plan=((Random(), 1),),
+    ),
+    # One is half empty when its place is used up: the next place leads there.
+    LinesScenario(
+        "half_empty_when_used_up",
+        pages=4,
+        magazines=0,
+        in_use=1,
+        before=(EIGHTH,) * 7,
+        script=((*(free(slot) for slot in range(6)), malloc(8, EIGHTH), malloc(9, EIGHTH)),),
         plan=((Random(), 1),),
     ),
     # A place was opened when there was no page, and then there is one.
@@ -461,6 +471,8 @@ def drawn(seed: int) -> LinesScenario:
             if frees and (chance.random() < 0.5 or after + 4 > SLOTS):
                 ops.append(frees.pop(chance.randrange(len(frees))))
                 continue
+            if after + 4 > SLOTS:
+                break
             kind = chance.choice((malloc, malloc, malloc_lanes, malloc_two))
             size = min(min(sizes), HALF // 2) if kind is malloc_two else chance.choice(sizes)
             ops.append(kind(after, size))
