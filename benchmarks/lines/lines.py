@@ -35,7 +35,7 @@ from .layout import (
     class_row,
     hint_ptr,
     idle_ptr,
-    is_place,
+    is_before,
     is_slab_of,
     line_ptr,
     load_chunks,
@@ -270,13 +270,13 @@ def open_places(heap, cls, slots, place, opens, front, width):
 @triton.jit
 def await_places(ptr, place, wants, polls: tl.constexpr):
     """The words of the places of the lanes (or scalar) in ``wants``, which wait a bounded time
-    until they are open."""
+    until they are open. Where the ring has come round since, there is nothing to wait for."""
     word = atomic_load(ptr, wants)
-    waits = wants & (is_place(word, place) == 0)
+    waits = wants & is_before(word, place)
     tries = 0
     while any_lane(waits) & (tries < polls):
         now = atomic_load(ptr, waits)
         word = tl.where(waits, now, word)
-        waits = waits & (is_place(now, place) == 0)
+        waits = waits & is_before(now, place)
         tries += 1
     return word

@@ -265,4 +265,12 @@ ALL = (
         breaks="a page that was half emptied while it was kept is found by nobody",
         scenario="half_empty_when_used_up",
     ),
+    Mutant(
+        name="waits_for_what_is_gone",
+        file="layout.py",
+        old="return ((number - place) & NUMBER_MASK) > (NUMBER_MASK >> 1)",
+        new="return ((number - place) & NUMBER_MASK) != 0",
+        breaks="who comes too late to a place waits as long as it can",
+        scenario="ring_came_round",
+    ),
 )

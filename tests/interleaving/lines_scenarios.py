@@ -267,6 +267,17 @@ ALL = (
             *mostly(20),
         ),
     ),
+    # A ticket's place is gone when its holder looks: it does not wait.
+    LinesScenario(
+        "ring_came_round",
+        pages=4,
+        magazines=0,
+        ring=1,
+        polls=1 << 20,
+        nulls=False,
+        script=((malloc(0, HALF), malloc(1, HALF)), (malloc(2, HALF),)),
+        plan=directed(Turn(0, "run_lines"), Turn(1, "await_places"), Turn(0), Turn(1)),
+    ),
     # A holder of a ticket comes to a page that a block fills as a whole.
     LinesScenario(
         "whole_pages_or_late_ticket",
