@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from devalloc.kernels.atomics import atomic_load, fence
-from devalloc.kernels.bits import comb, divide, low_mask, mix, next_bit
+from devalloc.kernels.bits import comb, divide, low_mask, mix, next_bit, popcount
 from devalloc.kernels.groups import alike
 from devalloc.kernels.lanes import (
     any_lane,
@@ -411,20 +411,15 @@ def free_block(heap, active, page, granule):
             span = span_of(first_page, slot, count, cls)
             kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
     if kept == 0:
+        clears = speaks
         speaks = active & (before == 0)
         if (together == 0) & (count > 1):
             leader, _rank, counts = alike(page, active)
             speaks = active & (leader == lane)
         if any_lane(wrong != 0):
-            # Some slots were free already. Then each of the other lanes subtracts for itself.
-            hit = wrong != 0
-            if together:
-                # (For each word the first of its consecutive slots has spoken.)
-                period_log2, _apart = word_period(unit)
-                speaker = lane - (before >> period_log2 << period_log2)
-                hit = (tl.gather(wrong, speaker, 0) & bit) != 0
-            speaks = active & (hit == 0)
-            counts = counts * 0 + 1
+            # Some slots were free already: each word's speaker subtracts those that it has freed.
+            counts = popcount(bits ^ wrong)
+            speaks = clears & (counts > 0)
             together = together != together
         change = counts.to(tl.int64)
         ptr = page_word_ptr(records, page)

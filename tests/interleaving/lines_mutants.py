@@ -226,20 +226,12 @@ ALL = (
         scenario="block_and_scalar_alone",
     ),
     Mutant(
-        name="speaker_hears_for_all",
+        name="speaker_pays_for_all",
         file="heap.py",
-        old="hit = (tl.gather(wrong, speaker, 0) & bit) != 0",
-        new="hit = wrong != 0",
+        old="counts = popcount(bits ^ wrong)",
+        new="counts = popcount(bits)",
         breaks="lanes whose slots were free already take others out of the account",
         scenario="two_frees_of_two_lanes",
-    ),
-    Mutant(
-        name="first_lane_looks_for_all",
-        file="heap.py",
-        old="            together = together != together\n",
-        new="",
-        breaks="of lanes that subtract one by one, the first looks whether the page is empty",
-        scenario="two_frees_of_two_pages",
     ),
     Mutant(
         name="void_places_stay",
