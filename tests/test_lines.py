@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.lines import table
+from benchmarks.lines import layout, table
 from benchmarks.lines.host import Lines
 from devalloc.sizes import PAGE_BYTES
 
@@ -51,6 +51,43 @@ def test_blocks_are_apart_and_all_but_open_pages_come_back(
     # What is left is the open place of each line, up to two pages, and what is in magazines.
     classes = len({int(size) for size in sizes}) if low == high else 38
     assert heap.pages - len(heap.free_pages()) <= 4 * classes
+
+
+def test_a_block_may_fill_more_pages_than_are_taken_together() -> None:
+    heap = Lines(HEAP, "cpu", stripes=1)
+    sizes = torch.full((256,), 32752)
+    addrs = torch.zeros(256, dtype=torch.int64)
+    heap.malloc(sizes, addrs, 256)
+    assert int((addrs == 0).sum()) == 0
+    assert overlaps(addrs, sizes) == 0
+    heap.free(addrs, torch.ones(256, dtype=torch.int32), 256)
+    assert heap.pages - len(heap.free_pages()) <= 4
+
+
+@pytest.mark.parametrize("size", [512, 1024, 40])
+def test_a_block_frees_what_is_still_live(size: int) -> None:
+    heap = Lines(HEAP, "cpu", stripes=1)
+    addrs = torch.zeros(256, dtype=torch.int64)
+    heap.malloc(torch.full((256,), size), addrs, 256)
+    chosen = (torch.arange(256) % 3 == 0).to(torch.int32)
+    heap.free(addrs.clone(), chosen, 256)
+    heap.free(addrs, torch.ones(256, dtype=torch.int32), 256)
+    # (What is left is a page whose place is open.)
+    assert heap.pages - len(heap.free_pages()) <= (size == 40)
+    records = heap.handle[heap.handle[layout.RECORDS.value] :]
+    words = records[layout.PAGE_WORD.value :: layout.RECORD_WORDS.value][: heap.pages]
+    assert int((words & layout.OUT_MASK.value).sum()) == 0
+
+
+def test_scalars_are_freed_in_the_interpreter() -> None:
+    heap = Lines(HEAP, "cpu", stripes=1)
+    addrs = torch.zeros(70, dtype=torch.int64)
+    heap.malloc_scalars(addrs, 1024, 1)
+    assert overlaps(addrs, torch.full((70,), 1024)) == 0
+    heap.free_scalars(addrs, 1)
+    again = torch.zeros(70, dtype=torch.int64)
+    heap.malloc_scalars(again, 1024, 1)
+    assert torch.equal(addrs.sort().values, again.sort().values)
 
 
 def test_half_empty_pages_are_used_again() -> None:

@@ -52,20 +52,27 @@ class Geometry:
     idle: int
 
     @staticmethod
-    def of(pages: int, stripes: int | None = None, ring: int | None = None) -> Geometry:
-        """What suits a heap of ``pages`` pages; ``stripes`` and ``ring`` may be given."""
+    def of(
+        pages: int,
+        stripes: int | None = None,
+        ring: int | None = None,
+        magazines: int | None = None,
+    ) -> Geometry:
+        """What suits a heap of ``pages`` pages; each of the others may be given."""
         if not 1 <= pages <= MAX_PAGES:
             raise ValueError(f"a heap has 1 to {MAX_PAGES} pages, not {pages}")
         stripes = stripes or min(MAX_STRIPES, power_below(pages // STRIPE_PAGES))
         least = min(16, max(2, power_below(pages)))
         ring = ring or min(MAX_RING, max(least, power_below(pages // PLACE_PAGES // stripes)))
-        if stripes != power_below(stripes) or ring != power_below(ring):
-            raise ValueError(f"stripes and places are powers of two, not {stripes} and {ring}")
+        magazines = magazines or power_below(pages // 2)
+        given = (stripes, ring, magazines)
+        if given != tuple(power_below(count) for count in given):
+            raise ValueError(f"stripes, places and magazines are powers of two, not {given}")
         return Geometry(
             pages=pages,
             stripes=stripes,
             ring=ring,
-            magazines=power_below(pages // 2),
+            magazines=magazines,
             idle=min(MAX_IDLE, max(16, power_below(2 * pages))),
         )
 

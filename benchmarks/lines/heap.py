@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from devalloc.kernels.atomics import atomic_load, fence
-from devalloc.kernels.bits import comb, divide, halves, join, low_mask, mix, next_bit
+from devalloc.kernels.bits import comb, divide, halves, join, low_mask, lsr, mix, next_bit
 from devalloc.kernels.groups import alike
 from devalloc.kernels.lanes import (
     any_lane,
@@ -39,7 +39,6 @@ from devalloc.kernels.live import STRIDE, heard, speak_for, word_period
 from devalloc.kernels.record import record_error
 
 from .layout import (
-    KEPT,
     PAGE_MASK,
     RUN,
     SLAB,
@@ -75,6 +74,7 @@ from .lines import (
     open_places,
     pass_over,
     promise,
+    stop_keeping,
     ticket_place,
 )
 from .pages import take_any, window
@@ -149,17 +149,17 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
         got = active & (page >= 0)
         good = got & (rank < granted)
         last = good & (slot == slots - 1)
-        word_ptr = page_word_ptr(records, tl.where(got, page, 0))
-        tl.atomic_and(word_ptr, (addr & 0) + (-1 - KEPT), mask=last, sem="relaxed")
         granule = slot * (size >> 4)
         ptr, bit = live_bit(records, tl.where(good, page, 0), granule)
         old = tl.atomic_or(ptr, bit, mask=good, sem="acquire")
+        stop_keeping(heap, page, last)
         lost = good & ((old & bit) != 0)
         bad = active & (good == 0)
         if any_lane(lost | bad):
             granule = tl.where(lost, another(old, granule, size), granule)
             granule = claim_others(records, tl.where(good, page, 0), granule, size, lost)
-            over = got & heads & (granted < users)
+            # (Where a place leads to no page, later tickets had better lead to another place.)
+            over = tl.where(got, heads & (granted < users), bad)
             pass_over(heap, cls, page, place, users - granted, over)
         where = address_of(load_base(heap), tl.where(good, page, 0), granule)
         addr = tl.where(good, where, addr)
@@ -224,9 +224,9 @@ def draw_spans(heap, cls, need, polls: tl.constexpr):
     asks = (counts > 0) & (page >= 0)
     granted = promise(heap, page, kind, counts, slots, asks)
     last = asks & (start + counts == slots)
-    ptr = page_word_ptr(load_records(heap), tl.where(asks, page, 0))
-    tl.atomic_and(ptr, (part * 0).to(tl.int64) + (-1 - KEPT), mask=last, sem="relaxed")
-    over = asks & (granted < counts)
+    stop_keeping(heap, page, last)
+    # (Nothing is granted where a place leads to no page. Later tickets lead to another place then.)
+    over = granted < counts
     if any_lane(over):
         pass_over(heap, kind, page, place, counts - granted, over)
     spans = span_of(tl.maximum(page, 0), start, granted, kind)
@@ -323,12 +323,12 @@ def release_span(heap, word):
 @triton.jit
 def put_span(heap, cls, span, word):
     """Put a span of a page with this word into the magazine, if that is empty. Returns whether."""
-    put = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
-    if put & ((word & SPANNED) == 0):
-        # (Once in the life of a page.)
+    if (word & SPANNED) == 0:
+        # Once in the life of a page, and while the slots are still ours: later, the page may be
+        # another's. (So the swap waits for what this returns, in which bit 63 is clear.)
         ptr = page_word_ptr(load_records(heap), (span & PAGE_MASK).to(tl.int32))
-        tl.atomic_or(ptr, (span & 0) + SPANNED, sem="relaxed")
-    return put
+        span += lsr(tl.atomic_or(ptr, (span & 0) + SPANNED, sem="relaxed"), 63)
+    return tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
 
 
 @triton.jit
@@ -362,14 +362,17 @@ def malloc(heap, nbytes, active, polls: tl.constexpr = 4000):
             addr = claim_span(heap, span + (rank * 0).to(tl.int64), size, rank, same)
         elif is_block(nbytes):
             if count >= slots_of(size):
-                addr = malloc_whole(heap, cls, same, rank, divide(count, slots_of(size)))
+                n = tl.minimum(divide(count, slots_of(size)), 64)
+                addr = malloc_whole(heap, cls, same, rank, n)
         rest = rest & (addr == 0)
     if any_lane(rest):
         small = rest & small
         if is_block(nbytes):
-            if any_lane(small & (classes != cls)) == 0:
-                left = count_lanes(small)
-                if (left > 0) & (left < class_slots(cls)):
+            left = count_lanes(small)
+            # (Of a block that fills more than 64 pages, more may be left than a page has slots.)
+            alone = (any_lane(small & (classes != cls)) == 0) & (left < class_slots(cls))
+            if alone:
+                if left > 0:
                     more = malloc_alike(
                         heap, cls, small, rank_of(small), left, class_bytes(cls), polls
                     )

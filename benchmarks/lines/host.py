@@ -158,8 +158,9 @@ class Lines(Raced):
         "cuda", or "cpu" in the interpreter.
     memory : bool
         Whether there is memory behind the pages; if not, addresses are only numbers.
-    stripes, ring : int
-        Lines per class, and places of a ring; powers of two. Default: what suits the size.
+    stripes, ring, magazines : int
+        Lines per class, places of a ring, and magazines; powers of two. Default: what suits the
+        size.
     """
 
     name = "lines"
@@ -171,8 +172,9 @@ class Lines(Raced):
         memory: bool = False,
         stripes: int | None = None,
         ring: int | None = None,
+        magazines: int | None = None,
     ) -> None:
-        self.geometry = Geometry.of(nbytes // PAGE_BYTES, stripes, ring)
+        self.geometry = Geometry.of(nbytes // PAGE_BYTES, stripes, ring, magazines)
         self.pages = self.geometry.pages
         self.base = NOWHERE
         if memory:

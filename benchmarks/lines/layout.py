@@ -174,6 +174,13 @@ def is_place(word, place):
 
 
 @triton.jit
+def is_before(word, place):
+    """Whether the word is that of a place before ``place``: that is still to come."""
+    number = (word >> NUMBER_SHIFT).to(tl.int32)
+    return ((number - place) & NUMBER_MASK) > (NUMBER_MASK >> 1)
+
+
+@triton.jit
 def place_page(word, second):
     """One of the two pages (int32) of a place, or -1."""
     page = (tl.where(second, word >> SECOND_SHIFT, word) & PAGE_MASK).to(tl.int32)

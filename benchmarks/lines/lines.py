@@ -40,7 +40,7 @@ from .layout import (
     class_row,
     hint_ptr,
     idle_ptr,
-    is_place,
+    is_before,
     is_slab_of,
     line_ptr,
     load_chunks,
@@ -220,9 +220,20 @@ def promise(heap, page, cls, counts, slots, asks):
 
 
 @triton.jit
+def stop_keeping(heap, page, lanes):
+    """Let pages be retired when they are empty: nothing leads to them any more. While they were
+    kept, frees did not list those that have room for half of their slots."""
+    ptr = page_word_ptr(load_records(heap), tl.where(lanes, page, 0))
+    word = tl.atomic_and(ptr, (ptr.to(tl.int64) & 0) + (-1 - KEPT), mask=lanes, sem="relaxed")
+    half = lanes & ((word & KEPT) != 0) & (page_out(word) <= page_half(word))
+    row = class_row(heap, tl.where(half, page_class(word), 0)) + (tl.where(half, page, 0) >> 6)
+    tl.atomic_or(row, bit_of(page), mask=half, sem="relaxed")
+
+
+@triton.jit
 def pass_over(heap, cls, page, place, counts, lanes):
-    """Take back what was added to the words of pages that had no room for it, and go on from their
-    places: later tickets lead to the next ones."""
+    """Take back what was added to the words of pages that had no room for it (page -1: a place that
+    leads to none), and go on from their places: later tickets lead to the next ones."""
     line = line_ptr(heap, cls)
     word = atomic_load(line, lanes)
     left = line_credits(word)
@@ -232,8 +243,8 @@ def pass_over(heap, cls, page, place, counts, lanes):
     atomic_cas(ptr, tl.where(last, word, -1), tl.where(last, word - left.to(tl.int64), -1))
     there = lanes & (page >= 0)
     if any_lane(there):
+        stop_keeping(heap, page, there)
         ptr = page_word_ptr(load_records(heap), tl.where(there, page, 0))
-        tl.atomic_and(ptr, (ptr.to(tl.int64) & 0) + (-1 - KEPT), mask=there, sem="relaxed")
         change = counts.to(tl.int64)
         now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
         leave_account(heap, tl.where(there, page, 0), now, counts, there)
@@ -315,13 +326,13 @@ def open_places(heap, cls, slots, place, opens, front, width):
 @triton.jit
 def await_places(ptr, place, wants, polls: tl.constexpr):
     """The words of the places of the lanes (or scalar) in ``wants``, which wait a bounded time
-    until they are open."""
+    until they are open. Where the ring has come round since, there is nothing to wait for."""
     word = atomic_load(ptr, wants)
-    waits = wants & (is_place(word, place) == 0)
+    waits = wants & is_before(word, place)
     tries = 0
     while any_lane(waits) & (tries < polls):
         now = atomic_load(ptr, waits)
         word = tl.where(waits, now, word)
-        waits = waits & (is_place(now, place) == 0)
+        waits = waits & is_before(now, place)
         tries += 1
     return word

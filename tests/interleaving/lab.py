@@ -65,9 +65,12 @@ class Scenario:
     split_blocks: bool = False
     patience: int = 8
 
+    def laboratory(self, shrink_seconds: float = SHRINK) -> Laboratory:
+        return Laboratory(self, shrink_seconds)
+
     def explore(self, scale: float = SCALE, shrink_seconds: float = SHRINK) -> Iterator[Report]:
         """Explore by every strategy of the plan, one after the other; raises ScheduleError."""
-        with Laboratory(self, shrink_seconds) as laboratory:
+        with self.laboratory(shrink_seconds) as laboratory:
             for strategy, schedules in self.plan:
                 yield laboratory.interleaving.explore(strategy, max(1, int(schedules * scale)))
 

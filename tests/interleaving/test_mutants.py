@@ -31,10 +31,10 @@ pytestmark = [
 ]
 
 
-def planted(mutant: Mutant, folder: Path) -> Path:
-    """A copy of kernels/ with the bug in it."""
-    copy = folder / "kernels"
-    shutil.copytree(ROOT / "kernels", copy, ignore=shutil.ignore_patterns("__pycache__"))
+def planted(mutant: Mutant, folder: Path, original: Path = ROOT / "kernels") -> Path:
+    """A copy of kernels/, or of another folder, with the bug in it."""
+    copy = folder / original.name
+    shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
     file = copy / mutant.file
     source = file.read_text()
     assert source.count(mutant.old) == 1, (
@@ -54,7 +54,7 @@ class Done(NamedTuple):
 def explore(folder: Path, scenario: str, *options: str) -> Done:
     """Run a trial with the device code of ``folder``, in a process of its own."""
     output = folder.with_name("output")
-    arguments = [scenario, "--kernels", str(folder), *options]
+    arguments = [scenario, f"--{folder.name}", str(folder), *options]
     process = FORKSERVER.Process(target=trial.run, args=(arguments, output))
     process.start()
     process.join(SECONDS)
@@ -64,11 +64,8 @@ def explore(folder: Path, scenario: str, *options: str) -> Done:
     return Done(process.exitcode, output.read_text())
 
 
-@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
-def test_a_planted_bug_is_found(
-    mutant: Mutant, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    copy = planted(mutant, tmp_path)
+def killed(mutant: Mutant, copy: Path) -> list[object]:
+    """The row of a mutant, whose scenario must fail with the device code in ``copy``."""
     done = explore(copy, mutant.scenario, "--shrink", "0", "--scale", str(SHORT))
     assert done.status == trial.FAILED, (
         f"{mutant.name} survives {mutant.scenario}: {mutant.breaks}\n{done.output}"
@@ -80,8 +77,14 @@ def test_a_planted_bug_is_found(
     assert last is not None
     assert seconds is not None
     assert 'replay("' in done.output
-    schedules = before + int(last[1])
-    record_property("mutant", [mutant.name, mutant.scenario, schedules, float(seconds[1])])
+    return [mutant.name, mutant.scenario, before + int(last[1]), float(seconds[1])]
+
+
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
+def test_a_planted_bug_is_found(
+    mutant: Mutant, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("mutant", killed(mutant, planted(mutant, tmp_path)))
 
 
 def test_a_copy_without_a_bug_passes(tmp_path: Path) -> None:

@@ -1,0 +1,268 @@
+"""Bugs planted in the experiment of benchmarks/lines, see ``mutants``."""
+
+from __future__ import annotations
+
+from tests.interleaving.mutants import Mutant
+
+CLAIM_IN_MIXED = """\
+        granted = promise(heap, page, cls, users, slots, got & (head == lane))
+        granted = leaders(granted, head)
+        good = got & (rank < granted)
+"""
+
+ALL = (
+    Mutant(
+        name="retired_by_a_store",
+        file="lines.py",
+        old="old = atomic_cas(ptr, tl.where(idle, word, -1), tl.where(idle, word & 0, -1))",
+        new="old = tl.where(tl.atomic_xchg(ptr, word & 0, mask=idle) >= 0, word, -1)",
+        breaks="a slot that was promised after its page was emptied lies in a free page",
+        scenario="retire_or_promise",
+    ),
+    Mutant(
+        name="retired_without_winning",
+        file="lines.py",
+        old="won = idle & (old == word)",
+        new="won = idle",
+        breaks="a page is given back although its word changed before it could be retired",
+        scenario="retire_or_promise",
+    ),
+    Mutant(
+        name="retired_without_being_a_slab",
+        file="lines.py",
+        old="slab = speaks & ((now & (KEPT + SLAB)) == SLAB)",
+        new="slab = speaks & ((now & KEPT) == 0)",
+        breaks="who takes back what it added to a free page gives the page back once more",
+        scenario="late_undo",
+    ),
+    Mutant(
+        name="kept_pages_are_retired",
+        file="lines.py",
+        old="slab = speaks & ((now & (KEPT + SLAB)) == SLAB)",
+        new="slab = speaks & ((now & SLAB) == SLAB)",
+        breaks="a page does not outlast its first slot, though its line's tickets lead there",
+        scenario="kept",
+    ),
+    Mutant(
+        name="kept_for_good",
+        file="heap.py",
+        old="    stop_keeping(heap, page, last)\n    # (",
+        new="    # (",
+        breaks="pages stay kept when their place is used up: each place needs a new one",
+        scenario="used_up",
+    ),
+    Mutant(
+        name="left_before_it_is_not_kept",
+        file="lines.py",
+        old="""\
+        stop_keeping(heap, page, there)
+        ptr = page_word_ptr(load_records(heap), tl.where(there, page, 0))
+        change = counts.to(tl.int64)
+        now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
+""",
+        new="""\
+        ptr = page_word_ptr(load_records(heap), tl.where(there, page, 0))
+        change = counts.to(tl.int64)
+        now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
+        stop_keeping(heap, page, there)
+""",
+        breaks="a page is not kept any more after its last slot was freed, and nobody retires it",
+        scenario="late_ticket",
+    ),
+    Mutant(
+        name="groups_by_page_only",
+        file="heap.py",
+        old="head, rank, users = groups(tl.where(got, page * 64 + cls, 0), got)",
+        new="head, rank, users = groups(tl.where(got, page, 0), got)",
+        breaks="a lane whose class has left the page gets a slot of the class that is there now",
+        scenario="two_classes_one_page",
+    ),
+    Mutant(
+        name="opened_by_a_store",
+        file="lines.py",
+        old='tl.atomic_add(ptr, slab_word(cls, slots) + KEPT, mask=fresh, sem="relaxed")',
+        new='tl.atomic_xchg(ptr, slab_word(cls, slots) + KEPT, mask=fresh, sem="relaxed")',
+        breaks="what a late holder added is lost, and then it takes that back",
+        scenario="late_undo",
+    ),
+    Mutant(
+        name="filled_by_a_store",
+        file="heap.py",
+        old="tl.atomic_add(page_word_ptr(records, pages), state, mask=lane < have",
+        new="tl.atomic_xchg(page_word_ptr(records, pages), state, mask=lane < have",
+        breaks="the same in a page that a block fills",
+        scenario="whole_pages_or_late_ticket",
+    ),
+    Mutant(
+        name="promise_is_not_undone",
+        file="lines.py",
+        old='now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change',
+        new='now = tl.atomic_add(ptr, -change * 0, mask=there, sem="relaxed")',
+        breaks="slots that nobody has are out for good",
+        scenario="last_slot",
+    ),
+    Mutant(
+        name="promised_without_looking",
+        file="lines.py",
+        old="room = tl.where(is_slab_of(old, cls), slots - page_out(old), 0)",
+        new="room = slots - page_out(old)",
+        breaks="a late holder gets a slot of a page that is free, or another class's",
+        scenario="late_ticket",
+    ),
+    Mutant(
+        name="claimed_without_a_promise",
+        file="heap.py",
+        old="good = got & (rank < granted)",
+        new="good = got",
+        breaks="lanes take slots of pages that have no room for them",
+        scenario="late_lanes",
+    ),
+    Mutant(
+        name="claimed_before_the_promise",
+        file="heap.py",
+        old=CLAIM_IN_MIXED,
+        new="""\
+        ptr, bit = live_bit(records, tl.where(got, page, 0), slot * (size >> 4))
+        early = tl.atomic_or(ptr, bit, mask=got, sem="relaxed")
+        early = got & ((early & bit) == 0)
+"""
+        + CLAIM_IN_MIXED
+        + """\
+        tl.atomic_and(ptr, bit ^ -1, mask=early, sem="relaxed")
+""",
+        breaks="live bits are set in a page that has no room, is free or another class's",
+        scenario="late_lanes",
+    ),
+    Mutant(
+        name="claimed_without_looking",
+        file="heap.py",
+        old="wrong = tl.where(speaks, old & bits, 0)\n    if any_lane",
+        new="wrong = tl.where(speaks, old & 0, 0)\n    if any_lane",
+        breaks="a slot that lives is handed out again",
+        scenario="slots_named_twice",
+    ),
+    Mutant(
+        name="freed_without_looking",
+        file="heap.py",
+        old="if active & ((pick(old, 0) & bit) != 0):",
+        new="if active:",
+        breaks="a second free of an address takes another slot out of the account",
+        scenario="two_frees_of_one",
+    ),
+    Mutant(
+        name="page_taken_without_looking",
+        file="pages.py",
+        old="won = pending & ((old & bit) != 0)",
+        new="won = pending",
+        breaks="two programs open one page: whether its bit was set is not looked at",
+        scenario="last_ticket",
+    ),
+    Mutant(
+        name="spare_page_is_kept",
+        file="lines.py",
+        old="        give_pages(heap, page, both & (page >= 0))\n",
+        new="",
+        breaks="a page that was taken and not needed is nobody's",
+        scenario="half_pages_suffice",
+    ),
+    Mutant(
+        name="put_over_another",
+        file="heap.py",
+        old="""\
+            span = span_of(page, divide(granule << 4, size), page * 0 + 1, cls)
+            kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+""",
+        new="""\
+            span = span_of(page, divide(granule << 4, size), page * 0 + 1, cls)
+            kept = tl.atomic_xchg(magazine_ptr(heap, cls), span, sem="relaxed") != -1
+""",
+        breaks="the slots that were in the magazine are out for good",
+        scenario="one_magazine",
+    ),
+    Mutant(
+        name="block_put_over_another",
+        file="heap.py",
+        old="""\
+            span = span_of(first_page, slot, count, cls)
+            kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+""",
+        new="""\
+            span = span_of(first_page, slot, count, cls)
+            kept = tl.atomic_xchg(magazine_ptr(heap, cls), span, sem="relaxed") != -1
+""",
+        breaks="the same for the slots of a block",
+        scenario="magazine_of_another_count",
+    ),
+    Mutant(
+        name="put_back_over_another",
+        file="heap.py",
+        old='release_span(heap, tl.atomic_xchg(ptr, word, sem="relaxed")) & 0',
+        new='tl.atomic_xchg(ptr, word, sem="relaxed") & 0',
+        breaks="what a free put into a magazine while a malloc looked at the last span is nobody's",
+        scenario="magazine_of_another_class",
+    ),
+    Mutant(
+        name="taken_for_another_class",
+        file="heap.py",
+        old="if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):",
+        new="if (word != 0) & (span_count(word) != span_count(wanted)):",
+        breaks="slots of one class are handed out for another",
+        scenario="magazine_of_another_class",
+    ),
+    Mutant(
+        name="taken_for_another_count",
+        file="heap.py",
+        old="if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):",
+        new="if (word != 0) & ((word >> SPAN_CLASS) != (wanted >> SPAN_CLASS)):",
+        breaks="a span gives more slots than it has, or fewer",
+        scenario="magazine_of_another_count",
+    ),
+    Mutant(
+        name="block_pays_for_one",
+        file="heap.py",
+        old="counts = further + 1",
+        new="counts = further * 0 + 1",
+        breaks="of slots that lanes freed into one page, one is free in its account",
+        scenario="block_and_scalar_alone",
+    ),
+    Mutant(
+        name="speaker_pays_for_all",
+        file="heap.py",
+        old="counts = popcount(bits ^ wrong)",
+        new="counts = popcount(bits)",
+        breaks="lanes whose slots were free already take others out of the account",
+        scenario="two_frees_of_two_lanes",
+    ),
+    Mutant(
+        name="void_places_stay",
+        file="heap.py",
+        old="    over = granted < counts\n",
+        new="    over = asks & (granted < counts)\n",
+        breaks="all tickets of a place that leads to no page fail, though there are pages by now",
+        scenario="page_comes_back",
+    ),
+    Mutant(
+        name="void_places_stay_for_lanes",
+        file="heap.py",
+        old="over = tl.where(got, (head == lane) & (granted < users), bad)",
+        new="over = got & (head == lane) & (granted < users)",
+        breaks="the same for blocks of several classes",
+        scenario="page_comes_back_to_lanes",
+    ),
+    Mutant(
+        name="not_listed_when_not_kept",
+        file="lines.py",
+        old="half = lanes & ((word & KEPT) != 0) & (page_out(word) <= page_half(word))",
+        new="half = lanes & ((word & KEPT) == 0) & (page_out(word) <= page_half(word))",
+        breaks="a page that was half emptied while it was kept is found by nobody",
+        scenario="half_empty_when_used_up",
+    ),
+    Mutant(
+        name="waits_for_what_is_gone",
+        file="layout.py",
+        old="return ((number - place) & NUMBER_MASK) > (NUMBER_MASK >> 1)",
+        new="return ((number - place) & NUMBER_MASK) != 0",
+        breaks="who comes too late to a place waits as long as it can",
+        scenario="ring_came_round",
+    ),
+)

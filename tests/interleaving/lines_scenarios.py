@@ -1,0 +1,505 @@
+"""The scenarios of the experiment in benchmarks/lines: which programs meet where.
+
+Sizes used: 1024 B has 64 slots in a page; 8192 B has 8, so that four of them are half; 21840 B has
+three; 32752 B has two, so that places and pages are used up with every call. Without magazines
+every malloc takes a ticket, and every free leaves the account of its page.
+"""
+
+from __future__ import annotations
+
+import random
+
+from devalloc.testing import PCT, Exhaustive, Random
+from tests.interleaving.directed import Turn, directed
+from tests.interleaving.lab import SLOTS, Plan
+from tests.interleaving.lines_lab import LinesScenario
+from tests.interleaving.scripts import Op, free, free_lanes, malloc, malloc_lanes, malloc_two
+
+WORD = 1024
+EIGHTH = 8192
+THIRD = 21840
+HALF = 32752
+
+
+def samples(schedules: int) -> Plan:
+    """Fair schedules, and such as change programs rarely."""
+    return (
+        (Random(), max(1, schedules // 4)),
+        (Random(stay=0.9), max(1, schedules // 2)),
+        (PCT(depth=6), schedules),
+        (PCT(depth=3), schedules),
+    )
+
+
+def mostly(schedules: int, preemptions: int | None = 1, bound: int = 0) -> Plan:
+    """Samples; then everything with few preemptions."""
+    return (*samples(schedules), (Exhaustive(preemptions), bound or 4 * schedules))
+
+
+ALL = (
+    # Five want the four slots that are left: one of a line that found the page half empty, and a
+    # block of another line that found it so as well.
+    LinesScenario(
+        "last_slot",
+        pages=1,
+        magazines=0,
+        stripes=2,
+        before=(EIGHTH,) * 8,
+        script=(
+            (free(0), free(1), free(2), free(3), malloc(8, EIGHTH), malloc(9, EIGHTH)),
+            (free(4), malloc_lanes(10, EIGHTH)),
+        ),
+        plan=(
+            *directed(Turn(0, "run_lines", 9), Turn(1, "promise"), Turn(0), Turn(1)),
+            *mostly(12),
+        ),
+    ),
+    # A place is used up while its last ticket's holder keeps its page, or has freed it.
+    LinesScenario(
+        "last_ticket",
+        pages=2,
+        magazines=0,
+        script=((malloc(0, HALF), free(0)), (malloc(1, HALF), free(1))),
+        plan=mostly(40, preemptions=2, bound=1000),
+    ),
+    # A page is emptied when somebody has found it half empty, and comes for a slot.
+    LinesScenario(
+        "retire_or_promise",
+        pages=1,
+        magazines=0,
+        before=(HALF, HALF),
+        script=((free(0), free(1)), (malloc(2, HALF), free(2))),
+        plan=(
+            *directed(
+                Turn(0, "run_lines", 2),
+                Turn(1, "promise"),
+                Turn(0, "retire"),
+                Turn(1, "claim_span"),
+                Turn(0),
+                Turn(1),
+            ),
+            *mostly(40, preemptions=2, bound=800),
+        ),
+    ),
+    # ... and while another class wants the page.
+    LinesScenario(
+        "retire_or_open",
+        pages=1,
+        magazines=0,
+        before=(HALF, HALF),
+        script=((free(0), free(1)), (malloc(2, THIRD), free(2)), (malloc(3, HALF), free(3))),
+        plan=mostly(40, bound=400),
+    ),
+    # Program 0 has a ticket of a page that is retired and opened for another class, before it asks
+    # the page.
+    LinesScenario(
+        "late_ticket",
+        pages=1,
+        magazines=0,
+        script=(
+            (malloc(0, HALF), free(0)),
+            (malloc(1, HALF), free(1), malloc(2, THIRD), free(2)),
+        ),
+        plan=(
+            *directed(Turn(0, "promise"), Turn(1, "run_lines", 5), Turn(0)),
+            *directed(
+                Turn(0, "promise"),
+                Turn(1, "run_lines", 5),
+                Turn(0, "pass_over", 3),
+                Turn(1),
+                Turn(0),
+            ),
+            *mostly(30),
+        ),
+    ),
+    # ... and takes back what it added when that class is gone; when it has come meanwhile; when its
+    # opener has taken the page's bit and not yet written the page's word.
+    LinesScenario(
+        "late_undo",
+        pages=1,
+        magazines=0,
+        script=(
+            (malloc(0, HALF), free(0)),
+            (malloc(1, HALF), free(1), malloc(2, THIRD), free(2), malloc(3, THIRD)),
+        ),
+        plan=(
+            *directed(
+                Turn(0, "promise"),
+                Turn(1, "run_lines", 5),
+                Turn(0, "pass_over", 3),
+                Turn(1, "run_lines", 2),
+                Turn(0),
+                Turn(1),
+            ),
+            *directed(
+                Turn(0, "promise"),
+                Turn(1, "run_lines", 4),
+                Turn(0, "pass_over", 3),
+                Turn(1, "run_lines"),
+                Turn(0),
+                Turn(1),
+            ),
+            *directed(
+                Turn(0, "promise"),
+                Turn(1, "run_lines", 4),
+                Turn(0, "pass_over", 3),
+                Turn(1, "open_places", 2),
+                Turn(0),
+                Turn(1),
+            ),
+            *mostly(20),
+        ),
+    ),
+    # The same with blocks of two classes.
+    LinesScenario(
+        "late_lanes",
+        pages=3,
+        magazines=0,
+        script=(
+            (malloc_two(0, THIRD // 2), free_lanes(0)),
+            (malloc_two(4, THIRD // 2), free_lanes(4), malloc(8, HALF), malloc(9, EIGHTH)),
+        ),
+        plan=(
+            *directed(Turn(0, "promise"), Turn(1), Turn(0)),
+            *samples(20),
+        ),
+    ),
+    # Both programs find the same page with room for half of its slots, by different lines.
+    LinesScenario(
+        "one_half_for_two",
+        pages=2,
+        magazines=0,
+        stripes=2,
+        before=(EIGHTH,) * 6,
+        script=(
+            (free(0), free(1), malloc(6, EIGHTH)),
+            (free(2), malloc(7, EIGHTH), free(3), malloc(8, EIGHTH)),
+        ),
+        plan=mostly(30),
+    ),
+    # A page is left half empty again and again, and its line's places lead there.
+    LinesScenario(
+        "halves_come_and_go",
+        pages=2,
+        magazines=0,
+        before=(HALF, HALF),
+        script=(
+            (free(0), malloc(0, HALF), free(0)),
+            (free(1), malloc(1, HALF), free(1), malloc(1, HALF)),
+        ),
+        plan=mostly(30),
+    ),
+    # A slot that a ticket names is live: the page was found half empty.
+    LinesScenario(
+        "slots_named_twice",
+        pages=1,
+        magazines=0,
+        before=(EIGHTH,) * 8,
+        script=(
+            (free(1), free(3), free(5), free(7), malloc_lanes(8, EIGHTH)),
+            (free(2), malloc(12, EIGHTH)),
+        ),
+        plan=samples(20),
+    ),
+    # One word for all magazines: what one program frees, another takes or puts aside.
+    LinesScenario(
+        "one_magazine",
+        pages=2,
+        script=((malloc(0, WORD), free(0), malloc(0, WORD)), (malloc(1, WORD), free(1))),
+        plan=mostly(40, preemptions=2, bound=400),
+    ),
+    LinesScenario(
+        "magazine_of_another_class",
+        pages=3,
+        before=(WORD, WORD, EIGHTH),
+        script=(
+            (free(0), malloc(3, EIGHTH), free(3)),
+            (free(2), malloc(4, WORD)),
+            (free(1), malloc(5, EIGHTH)),
+        ),
+        plan=mostly(30),
+    ),
+    LinesScenario(
+        "magazine_of_another_count",
+        pages=2,
+        script=(
+            (malloc_lanes(0, WORD), free_lanes(0), malloc_lanes(0, WORD)),
+            (malloc(4, WORD), free(4), malloc(4, WORD)),
+        ),
+        plan=mostly(20),
+    ),
+    # The slots in a magazine are the last of their page, whose other slots somebody claims.
+    LinesScenario(
+        "magazine_or_claim",
+        pages=1,
+        before=(HALF, HALF),
+        script=((free(0), malloc(2, HALF)), (free(1), malloc(3, HALF))),
+        plan=mostly(40, preemptions=2, bound=400),
+    ),
+    # The opener of a place stands still, and others give up waiting for it.
+    LinesScenario(
+        "opener_stands_still",
+        pages=8,
+        magazines=0,
+        ring=8,
+        nulls=False,
+        script=((malloc(0, HALF), free(0)), (malloc(1, HALF),), (malloc(2, HALF), free(2))),
+        plan=(
+            *directed(Turn(0, "take_pages"), Turn(1), Turn(2), Turn(0)),
+            *directed(Turn(0, "open_places", 2), Turn(1), Turn(2), Turn(0)),
+            *directed(Turn(0, "open_places", 3), Turn(1), Turn(2), Turn(0)),
+            *samples(20),
+        ),
+    ),
+    # ... for so long that the ring comes round to its place.
+    LinesScenario(
+        "ring_comes_round",
+        pages=4,
+        magazines=0,
+        ring=1,
+        script=(
+            (malloc(0, HALF), free(0)),
+            (malloc(1, HALF), malloc(2, HALF), malloc(3, HALF), free(2)),
+        ),
+        plan=(
+            *directed(Turn(0, "open_places", 2), Turn(1), Turn(0)),
+            *directed(Turn(0, "promise"), Turn(1), Turn(0)),
+            *mostly(20),
+        ),
+    ),
+    # A ticket's place is gone when its holder looks: it does not wait.
+    LinesScenario(
+        "ring_came_round",
+        pages=4,
+        magazines=0,
+        ring=1,
+        polls=1 << 20,
+        nulls=False,
+        script=((malloc(0, HALF), malloc(1, HALF)), (malloc(2, HALF),)),
+        plan=directed(Turn(0, "run_lines"), Turn(1, "await_places"), Turn(0), Turn(1)),
+    ),
+    # A holder of a ticket comes to a page that a block fills as a whole.
+    LinesScenario(
+        "whole_pages_or_late_ticket",
+        pages=2,
+        magazines=0,
+        script=(
+            (malloc(0, HALF), free(0)),
+            (malloc(1, HALF), free(1), malloc_lanes(2, HALF), free_lanes(2)),
+        ),
+        plan=(
+            *directed(
+                Turn(0, "promise"),
+                Turn(1, "run_lines", 5),
+                Turn(0, "pass_over"),
+                Turn(1),
+                Turn(0),
+            ),
+            *directed(
+                Turn(0, "promise"),
+                Turn(1, "run_lines", 4),
+                Turn(0, "pass_over", 3),
+                Turn(1, "run_lines"),
+                Turn(0),
+                Turn(1),
+            ),
+            *directed(Turn(0, "promise"), Turn(1, "malloc_whole"), Turn(0), Turn(1)),
+            *mostly(20),
+        ),
+    ),
+    LinesScenario(
+        "whole_pages",
+        pages=5,
+        script=(
+            (malloc_lanes(0, HALF), free_lanes(0)),
+            (malloc_lanes(4, HALF), free(4), free(7), malloc(8, HALF)),
+        ),
+        plan=mostly(20),
+    ),
+    # A block and a scalar leave one page.
+    LinesScenario(
+        "block_and_scalar",
+        pages=1,
+        before=(EIGHTH,) * 6,
+        script=((free_lanes(0),), (free(4), free(5)), (malloc(6, EIGHTH), free(6))),
+        plan=mostly(20),
+    ),
+    LinesScenario(
+        "block_and_scalar_alone",
+        pages=1,
+        magazines=0,
+        before=(EIGHTH,) * 5,
+        script=((free_lanes(0),), (free(4), malloc(5, THIRD))),
+        plan=mostly(30, preemptions=2, bound=400),
+    ),
+    LinesScenario(
+        "lanes_by_turns",
+        pages=2,
+        script=(
+            (malloc_lanes(0, THIRD), free_lanes(0)),
+            (malloc_two(4, THIRD // 2), free_lanes(4)),
+        ),
+        split_blocks=True,
+        plan=((PCT(depth=3), 15), (Random(stay=0.8), 5)),
+    ),
+    # A lane's class leads to a page that is the class of another lane's by now.
+    LinesScenario(
+        "two_classes_one_page",
+        pages=2,
+        magazines=0,
+        before=(2 * EIGHTH,) * 4,
+        script=(
+            (
+                free(0),
+                free(1),
+                malloc(0, 2 * EIGHTH),
+                free(0),
+                free(2),
+                free(3),
+                malloc(4, EIGHTH),
+                malloc_two(5, EIGHTH),
+            ),
+        ),
+        plan=((Random(), 1),),
+    ),
+    # A page that is kept serves one program again and again.
+    LinesScenario(
+        "kept",
+        pages=2,
+        magazines=0,
+        opened=1,
+        nulls=False,
+        script=((malloc(0, WORD), free(0), malloc(1, WORD), free(1), malloc(2, WORD)),),
+        plan=((Random(), 1),),
+    ),
+    # One whose place is used up does not outlast its slots.
+    LinesScenario(
+        "used_up",
+        pages=1,
+        magazines=0,
+        nulls=False,
+        script=((malloc(0, HALF), malloc(1, HALF), free(0), free(1), malloc(2, THIRD)),),
+        plan=((Random(), 1),),
+    ),
+    # One is half empty when its place is used up: the next place leads there.
+    LinesScenario(
+        "half_empty_when_used_up",
+        pages=4,
+        magazines=0,
+        in_use=1,
+        before=(EIGHTH,) * 7,
+        script=((*(free(slot) for slot in range(6)), malloc(8, EIGHTH), malloc(9, EIGHTH)),),
+        plan=((Random(), 1),),
+    ),
+    # A place was opened when there was no page, and then there is one.
+    LinesScenario(
+        "page_comes_back",
+        pages=1,
+        magazines=0,
+        before=(HALF, HALF),
+        served=(3,),
+        script=((malloc(2, WORD), free(0), free(1), malloc(3, WORD)),),
+        plan=((Random(), 1),),
+    ),
+    LinesScenario(
+        "page_comes_back_to_lanes",
+        pages=1,
+        magazines=0,
+        before=(HALF, HALF),
+        served=(4, 6),
+        script=((malloc_two(2, WORD), free(0), free(1), malloc_two(4, WORD)),),
+        plan=((Random(), 1),),
+    ),
+    # An opener takes a page in advance, finds two that are half empty, and gives it back.
+    LinesScenario(
+        "half_pages_suffice",
+        pages=3,
+        magazines=0,
+        before=(HALF,) * 4,
+        script=((free(0), free(2), malloc(4, HALF), malloc(5, HALF)), (malloc(6, HALF),)),
+        plan=mostly(10),
+    ),
+    LinesScenario(
+        "two_frees_of_one",
+        pages=1,
+        magazines=0,
+        before=(HALF, HALF),
+        wrong=1,
+        script=((free(0),), (free(0),)),
+        plan=mostly(30, preemptions=2, bound=400),
+    ),
+    # One lane of a block speaks for all, and two of them are wrong.
+    LinesScenario(
+        "two_frees_of_two_lanes",
+        pages=1,
+        magazines=0,
+        before=(WORD,) * 6,
+        wrong=2,
+        script=((free_lanes(0),), (free(1), free(2))),
+        plan=mostly(30, preemptions=2, bound=400),
+    ),
+    # ... and the block frees pages.
+    LinesScenario(
+        "two_frees_of_two_pages",
+        pages=3,
+        magazines=0,
+        script=((malloc_lanes(0, HALF), free(0), free(3), free_lanes(0)),),
+        wrong=2,
+        plan=((Random(), 1),),
+    ),
+    # Much at a time.
+    LinesScenario(
+        "everything",
+        pages=4,
+        magazines=2,
+        stripes=2,
+        script=(
+            (malloc(0, HALF), free(0), malloc(0, EIGHTH), free(0)),
+            (malloc_lanes(1, HALF), free_lanes(1), malloc(1, HALF)),
+            (malloc(5, EIGHTH), malloc(6, EIGHTH), free(5), free(6)),
+            (malloc_two(7, WORD), free_lanes(7), malloc_lanes(7, WORD)),
+        ),
+        plan=samples(20),
+    ),
+)
+
+
+def drawn(seed: int) -> LinesScenario:
+    """Programs with scripts drawn at random: each frees what it allocated, and some of what lived
+    before."""
+    chance = random.Random(seed)
+    sizes = chance.sample((WORD, EIGHTH, 2 * EIGHTH, THIRD, HALF), 2)
+    programs = chance.choice((2, 3))
+    before = tuple(chance.choice(sizes) for _ in range(chance.randrange(5)))
+    mine: list[list[Op]] = [[] for _ in range(programs)]
+    for slot in range(len(before)):
+        mine[chance.randrange(programs)].append(free(slot))
+    after = len(before)
+    script = []
+    for frees in mine:
+        ops: list[Op] = []
+        for _ in range(chance.randrange(2, 5)):
+            if frees and (chance.random() < 0.5 or after + 4 > SLOTS):
+                ops.append(frees.pop(chance.randrange(len(frees))))
+                continue
+            if after + 4 > SLOTS:
+                break
+            kind = chance.choice((malloc, malloc, malloc_lanes, malloc_two))
+            size = min(min(sizes), HALF // 2) if kind is malloc_two else chance.choice(sizes)
+            ops.append(kind(after, size))
+            frees.append(free(after) if kind is malloc else free_lanes(after))
+            after += ops[-1].lanes
+        script.append(tuple(ops))
+    return LinesScenario(
+        f"drawn_{seed}",
+        pages=chance.choice((3, 5, 8)),
+        magazines=chance.choice((0, 0, 1, 2)),
+        stripes=chance.choice((1, 2)),
+        ring=chance.choice((1, 2, 4)),
+        before=before,
+        script=tuple(script),
+        plan=((Random(seed, stay=0.8), 8), (PCT(depth=4, seed=seed), 12)),
+    )
+
+
+BY_NAME = {scenario.name: scenario for scenario in ALL}
