@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from devalloc.kernels.atomics import atomic_cas, atomic_load, fence
-from devalloc.kernels.bits import divide, mix, next_bit
+from devalloc.kernels.bits import divide, lsr, mix, next_bit
 from devalloc.kernels.groups import alike, from_leader
 from devalloc.kernels.lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick
 from devalloc.kernels.lanes import width as width_of
@@ -94,15 +94,14 @@ def line_places(word):
 def ticket_place(word, rank, slots):
     """``(place, slot)`` of the ``rank``-th of the tickets that were taken by a subtraction that
     returned line word ``word``."""
+    # (Fewer tickets are left than a place has: each place is opened after its first was drawn.)
     left = line_credits(word) - 1 - rank
     opened = left >= 0
     behind = tl.maximum(-1 - left, 0)
     ahead = divide(behind, slots)
-    past = divide(tl.maximum(left, 0), slots)
-    places = line_places(word)
-    place = tl.where(opened, places - 1 - past, places + ahead) & PLACE_MASK
-    slot = tl.where(opened, slots - 1 - left + past * slots, behind - ahead * slots)
-    return place, slot
+    place = line_places(word) + tl.where(opened, -1, ahead)
+    slot = tl.where(opened, slots - 1 - left, behind - ahead * slots)
+    return place & PLACE_MASK, slot
 
 
 @triton.jit
@@ -124,15 +123,18 @@ def retire(heap, page, word, idle, listed):
 @triton.jit(noinline=True)
 def touch_words(heap, page, n):
     """Add nothing to the words of the ``n`` pages from ``page`` on (int32 scalars), which carry the
-    order between the owners of a page. Returns 0."""
+    order between the owners of a page. Returns 0, made of what was there, so that what depends on
+    it comes later."""
     lane = tl.arange(0, 64)
     at = n * 0
+    seen = (n * 0).to(tl.int64)
     while at < n:
         here = at + lane < n
         ptr = page_word_ptr(load_records(heap), tl.where(here, page + at + lane, page))
-        tl.atomic_add(ptr, (lane * 0).to(tl.int64), mask=here, sem="relaxed")
+        words = tl.atomic_add(ptr, (lane * 0).to(tl.int64), mask=here, sem="relaxed")
+        seen += tl.sum(tl.where(here, lsr(words, 63), 0), axis=0)
         at += 64
-    return n * 0
+    return seen.to(tl.int32)
 
 
 @triton.jit(noinline=True)
@@ -140,12 +142,12 @@ def retire_run(heap, page, word):
     """Give back the pages of the run at ``page``, which has nothing out by its word, unless it was
     given back since. Returns 0."""
     ptr = page_word_ptr(load_records(heap), page)
-    length = atomic_load(ptr + LENGTH).to(tl.int32)
     if atomic_cas(ptr, word, word & 0) == word:
         # What others did in the run, who came to its word before, happens before what we do here.
         fence(heap + ERRORS)
-        touch_words(heap, page, length)
-        give_run(heap, page, length)
+        # (Not before: the word may be that of another run by now.)
+        length = atomic_load(ptr + LENGTH).to(tl.int32)
+        give_run(heap, page, length + touch_words(heap, page, length))
         tl.atomic_min(hint_ptr(heap), (page >> 6).to(tl.int64), sem="relaxed")
     return page * 0
 

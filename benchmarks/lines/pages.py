@@ -115,7 +115,7 @@ def take_any(heap, need):
     words = free_row(heap)
     chunks = load_chunks(heap)
     # One program after the other, from the front: if all is free there, no two of them meet.
-    guess = program_index() * need
+    guess = (program_index() & ((1 << 24) - 1)) * need
     chunk = guess >> 6
     chunk = tl.where(chunk < chunks, chunk, chunk % chunks)
     low = tl.minimum(guess & 63, 64 - need)

@@ -33,6 +33,7 @@ from .layout import (
     bit_of,
     class_row,
     free_row,
+    hint_ptr,
     is_slab_of,
     load_base,
     load_chunks,
@@ -86,6 +87,8 @@ def take_what_rests(heap):
         if any_lane(idle):
             won = retire(heap, page, word, idle, idle)
             give_pages(heap, page, won)
+            hints = hint_ptr(heap) + page * 0
+            tl.atomic_min(hints, (page >> 6).to(tl.int64), mask=won, sem="relaxed")
             some += count_lanes(won)
         at += 64
     return some
@@ -113,6 +116,7 @@ def search_slots(heap, cls):
     passes = cls * 0
     while (found < 0) & (passes < PASSES):
         seen = before & 0
+        lost = cls * 0
         # Pages of the class with room for half of their slots, then free pages, of 64 chunks at a
         # time; then all pages of the class.
         kind = cls * 0
@@ -130,7 +134,8 @@ def search_slots(heap, cls):
                 else:
                     word = atomic_load(row + at + lane, here)
                     some = word != 0
-                seen += tl.sum(tl.where(tries == 0, word, 0), axis=0)
+                weight = (2 * (at + lane) + 1).to(tl.int64)
+                seen += tl.sum(tl.where(tries == 0, word, 0) * weight, axis=0)
                 count = count_lanes(some)
                 if count > 0:
                     salt = mix(program_index() + tries * 977 + passes * 7919)
@@ -153,13 +158,14 @@ def search_slots(heap, cls):
                             rest = tl.where((found >= 0) & (slots > 2), bit_of(bit), 0)
                             tl.atomic_or(class_row(heap, cls) + index, rest, sem="relaxed")
                 # (Others were there first: look at the same words again, but not for ever.)
+                lost = lost | ((count > 0) & (found < 0)).to(tl.int32)
                 tries = tl.where((count > 0) & (tries < PASSES), tries + 1, 0)
                 at += tl.where(tries > 0, 0, 64)
             kind += 1
         passes += 1
         if found < 0:
             rested = take_what_rests(heap)
-            if (rested == 0) & (passes > 1) & (seen == before):
+            if (rested == 0) & (lost == 0) & (passes > 1) & (seen == before):
                 passes += PASSES
             before = seen
     return found
@@ -214,17 +220,18 @@ def find_run(heap, n):
     before = (n * 0).to(tl.int64)
     passes = n * 0
     # Programs that want runs at one time look one behind the other: all free, and no two meet.
-    guess = program_index().to(tl.int64) * n
+    guess = (program_index() & 0x7FFFFFFF).to(tl.int64) * n
     if (program_count() > 1) & (guess + n <= load_pages(heap)):
         if take_run(heap, guess.to(tl.int32), n) != 0:
             found = guess.to(tl.int32)
     while (found < 0) & (passes < PASSES):
         seen = before & 0
+        lost = n * 0
         at = n * 0
         begin = n * 0  # where the free pages begin that reach to the end of the last word
         while (found < 0) & (at < chunks):
             word = atomic_load(free_row(heap) + at + lane, at + lane < chunks)
-            seen += tl.sum(word * (2 * lane + 1).to(tl.int64), axis=0)
+            seen += tl.sum(word * (2 * (at + lane) + 1).to(tl.int64), axis=0)
             chunk = (at + lane) * 64
             word = word & (run_bits(begin * 0, begin, at + lane) ^ -1)
             starts = tl.where(word == -1, -1, chunk + 64 - top_ones(word))
@@ -240,12 +247,13 @@ def find_run(heap, n):
                     found = page
             # (Otherwise somebody was there first: on from the next page.)
             again = (found < 0) & (page < FAR)
+            lost = lost | again.to(tl.int32)
             begin = tl.where(again, page + 1, pick(starts, 63))
             at += tl.where(again, 0, 64)
         passes += 1
         if found < 0:
             rested = take_what_rests(heap)
-            if (rested == 0) & (passes > 1) & (seen == before):
+            if (rested == 0) & (lost == 0) & (passes > 1) & (seen == before):
                 passes += PASSES
             before = seen
     return found
@@ -259,7 +267,7 @@ def malloc_run(heap, length):
         page = find_run(heap, length.to(tl.int32))
         if page >= 0:
             # What the pages' last owners did happens before us.
-            touch_words(heap, page, length.to(tl.int32))
+            length += touch_words(heap, page, length.to(tl.int32))
             fence(heap + ERRORS)
             ptr = page_word_ptr(load_records(heap), page)
             tl.atomic_xchg(ptr + LENGTH, length, sem="relaxed")

@@ -55,13 +55,13 @@ def rest_magazines(heap, first):
     if any_lane(full):
         span = tl.atomic_xchg(ptr, (lane * 0).to(tl.int64), mask=full, sem="relaxed")
         full = full & (span != 0)
+        # What was done in these slots happens before what their pages' next owners do.
+        fence(heap + ERRORS)
         page = tl.where(full, span & PAGE_MASK, 0).to(tl.int32)
         counts = tl.where(full, span_count(span), 0)
         change = counts.to(tl.int64)
         word_ptr = page_word_ptr(load_records(heap), page)
         now = tl.atomic_add(word_ptr, -change, mask=full, sem="relaxed") - change
-        # As in `retire_idle`, for the pages that this gives back.
-        fence(heap + ERRORS)
         leave_account(heap, page, now, counts, full)
         kept = full & ((now & (KEPT + SLAB)) == (KEPT + SLAB))
         retire_idle(heap, page, now, kept & (page_out(now) == 0))
