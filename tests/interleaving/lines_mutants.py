@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from tests.interleaving.mutants import Mutant
 
-CLAIM_IN_MIXED = """\
-        granted = promise(heap, page, cls, users, slots, got & (head == lane))
-        granted = leaders(granted, head)
-        good = got & (rank < granted)
-"""
+PROMISE_IN_MIXED = """\
+        granted = promise(heap, page, cls, users, slots, asks)
+        packed
+"""[:-1]
 
 ALL = (
     Mutant(
@@ -70,11 +69,11 @@ ALL = (
         scenario="late_ticket",
     ),
     Mutant(
-        name="groups_by_page_only",
+        name="groups_by_place_only",
         file="heap.py",
-        old="head, rank, users = groups(tl.where(got, page * 64 + cls, 0), got)",
-        new="head, rank, users = groups(tl.where(got, page, 0), got)",
-        breaks="a lane whose class has left the page gets a slot of the class that is there now",
+        old="head, rank, users = groups(cls * 65536 + (half & 65535), active)",
+        new="head, rank, users = groups(half & 65535, active)",
+        breaks="lanes get slots of a page of another class, to which a place of the same number leads",
         scenario="two_classes_one_page",
     ),
     Mutant(
@@ -120,16 +119,14 @@ ALL = (
     Mutant(
         name="claimed_before_the_promise",
         file="heap.py",
-        old=CLAIM_IN_MIXED,
+        old=PROMISE_IN_MIXED,
         new="""\
-        ptr, bit = live_bit(records, tl.where(got, page, 0), slot * (size >> 4))
-        early = tl.atomic_or(ptr, bit, mask=got, sem="relaxed")
-        early = got & ((early & bit) == 0)
-"""
-        + CLAIM_IN_MIXED
-        + """\
+        ptr, bit = live_bit(records, tl.where(asks, page, 0), slot * (size >> 4))
+        early = tl.atomic_or(ptr, bit, mask=asks, sem="relaxed")
+        early = asks & ((early & bit) == 0)
+        granted = promise(heap, page, cls, users, slots, asks)
         tl.atomic_and(ptr, bit ^ -1, mask=early, sem="relaxed")
-""",
+        packed""",
         breaks="live bits are set in a page that has no room, is free or another class's",
         scenario="late_lanes",
     ),
@@ -144,8 +141,8 @@ ALL = (
     Mutant(
         name="freed_without_looking",
         file="heap.py",
-        old="if active & ((pick(old, 0) & bit) != 0):",
-        new="if active:",
+        old="if inside & ((pick(old, 0) & bit) != 0):",
+        new="if inside:",
         breaks="a second free of an address takes another slot out of the account",
         scenario="two_frees_of_one",
     ),
@@ -168,36 +165,16 @@ ALL = (
     Mutant(
         name="put_over_another",
         file="heap.py",
-        old="""\
-            span = span_of(page, divide(granule << 4, size), page * 0 + 1, cls)
-            kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
-""",
-        new="""\
-            span = span_of(page, divide(granule << 4, size), page * 0 + 1, cls)
-            kept = tl.atomic_xchg(magazine_ptr(heap, cls), span, sem="relaxed") != -1
-""",
+        old='return tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0',
+        new='return tl.atomic_xchg(magazine_ptr(heap, cls), span, sem="relaxed") != -1',
         breaks="the slots that were in the magazine are out for good",
         scenario="one_magazine",
     ),
     Mutant(
-        name="block_put_over_another",
-        file="heap.py",
-        old="""\
-            span = span_of(first_page, slot, count, cls)
-            kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
-""",
-        new="""\
-            span = span_of(first_page, slot, count, cls)
-            kept = tl.atomic_xchg(magazine_ptr(heap, cls), span, sem="relaxed") != -1
-""",
-        breaks="the same for the slots of a block",
-        scenario="magazine_of_another_count",
-    ),
-    Mutant(
         name="put_back_over_another",
         file="heap.py",
-        old='release_span(heap, tl.atomic_xchg(ptr, word, sem="relaxed")) & 0',
-        new='tl.atomic_xchg(ptr, word, sem="relaxed") & 0',
+        old='release_span(heap, tl.atomic_xchg(ptr, word, sem="acq_rel")) & 0',
+        new='tl.atomic_xchg(ptr, word, sem="acq_rel") & 0',
         breaks="what a free put into a magazine while a malloc looked at the last span is nobody's",
         scenario="magazine_of_another_class",
     ),
@@ -226,10 +203,10 @@ ALL = (
         scenario="block_and_scalar_alone",
     ),
     Mutant(
-        name="speaker_pays_for_all",
+        name="wrong_lanes_pay",
         file="heap.py",
-        old="counts = popcount(bits ^ wrong)",
-        new="counts = popcount(bits)",
+        old="        active = active & (hit == 0)\n",
+        new="",
         breaks="lanes whose slots were free already take others out of the account",
         scenario="two_frees_of_two_lanes",
     ),
