@@ -6,8 +6,21 @@ from tests.interleaving.mutants import Mutant
 
 PROMISE_IN_MIXED = """\
         granted = promise(heap, page, cls, users, slots, asks)
-        packed
-"""[:-1]
+        packed"""
+
+PUT = """\
+        ptr = page_word_ptr(load_records(heap), (span & PAGE_MASK).to(tl.int32))
+        span += lsr(tl.atomic_or(ptr, (span & 0) + SPANNED, sem="relaxed"), 63)
+    return tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+"""
+PUT_EARLY = """\
+        kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+        ptr = page_word_ptr(load_records(heap), (span & PAGE_MASK).to(tl.int32))
+        tl.atomic_or(ptr, (span & 0) + SPANNED, sem="relaxed")
+    else:
+        kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+    return kept
+"""
 
 ALL = (
     Mutant(
@@ -73,8 +86,8 @@ ALL = (
         file="heap.py",
         old="head, rank, users = groups(cls * 65536 + (half & 65535), active)",
         new="head, rank, users = groups(half & 65535, active)",
-        breaks="lanes get slots of a page of another class, to which a place of the same number leads",
-        scenario="two_classes_one_page",
+        breaks="lanes get slots of another class: its place has the same number",
+        scenario="late_lanes",
     ),
     Mutant(
         name="opened_by_a_store",
@@ -221,8 +234,8 @@ ALL = (
     Mutant(
         name="void_places_stay_for_lanes",
         file="heap.py",
-        old="over = tl.where(got, (head == lane) & (granted < users), bad)",
-        new="over = got & (head == lane) & (granted < users)",
+        old="over = tl.where(got, heads & (granted < users), bad)",
+        new="over = got & heads & (granted < users)",
         breaks="the same for blocks of several classes",
         scenario="page_comes_back_to_lanes",
     ),
@@ -241,5 +254,69 @@ ALL = (
         new="return ((number - place) & NUMBER_MASK) != 0",
         breaks="who comes too late to a place waits as long as it can",
         scenario="ring_came_round",
+    ),
+    Mutant(
+        name="marked_when_it_may_be_gone",
+        file="heap.py",
+        old=PUT,
+        new=PUT_EARLY,
+        breaks="a page is marked for its slots in a magazine when it is free, or another's",
+        scenario="marked_or_gone",
+    ),
+    Mutant(
+        name="asked_without_an_answer",
+        file="search.py",
+        old="return tl.where(granted == 1, page, -1)",
+        new="return page",
+        breaks="a search takes a slot of a page that had one when it looked",
+        scenario="search_or_free",
+    ),
+    Mutant(
+        name="asked_and_not_left",
+        file="search.py",
+        old="    if granted == 0:\n        leave_one(heap, page)\n",
+        new="",
+        breaks="what a search adds to a page without room is out for good",
+        scenario="search_or_free",
+    ),
+    Mutant(
+        name="searched_without_looking",
+        file="search.py",
+        old="if (old & bit_of(bit)) != 0:",
+        new="if old != 1:",
+        breaks="a search takes a page that another took first",
+        scenario="search_or_line",
+    ),
+    Mutant(
+        name="search_passes_by_full_halves",
+        file="search.py",
+        old="some = here & (word != 0) & (page_out(word) < slots)",
+        new="some = here & (word != 0) & (page_out(word) <= slots >> 1)",
+        breaks="a search does not find the last slot of a page",
+        scenario="search_finds_the_last",
+    ),
+    Mutant(
+        name="run_taken_in_part",
+        file="search.py",
+        old="if any_lane(got != bits):",
+        new="if any_lane((got == 0) & (bits != 0)):",
+        breaks="a run has pages that somebody else has",
+        scenario="two_runs",
+    ),
+    Mutant(
+        name="part_of_a_run_is_kept",
+        file="search.py",
+        old="got, mask=got != 0, sem=",
+        new="got & 0, mask=got != 0, sem=",
+        breaks="pages taken for a run that cannot be whole are nobody's",
+        scenario="two_runs",
+    ),
+    Mutant(
+        name="whole_run_given_back",
+        file="search.py",
+        old="got, mask=got != 0, sem=",
+        new="bits, mask=bits != 0, sem=",
+        breaks="pages of a run that somebody else has are free",
+        scenario="two_runs",
     ),
 )
