@@ -154,10 +154,11 @@ class LinesScenario:
     """Programs that meet in a heap of the experiment.
 
     ``before``: sizes of blocks that live in slots 0, 1, ... when they begin. ``magazines``: how
-    many there are; 0: nothing is put into magazines. ``searches``: whether a malloc searches that finds
-    nothing by its line. ``polls``: how often a program looks whether a place is open. ``wrong``:
-    frees of what is not live any more. ``nulls``: whether a malloc may fail; ``served``: slots that hold an address in the end. ``opened``: how many places may have
-    been opened, and ``in_use``: how many pages be in use in the end, if that is limited.
+    many there are; 0: nothing is put into magazines. ``searches``: whether a malloc searches that
+    finds nothing by its line. ``polls``: how often a program looks whether a place is open.
+    ``wrong``: frees of what is not live any more. ``nulls``: whether a malloc may fail; ``served``:
+    slots that hold an address in the end. ``opened``: how many places may have been opened, and
+    ``in_use``: how many pages be in use in the end, if that is limited.
     """
 
     name: str
