@@ -61,7 +61,7 @@ ALL = (
         pages=2,
         magazines=0,
         script=((malloc(0, HALF), free(0)), (malloc(1, HALF), free(1))),
-        plan=mostly(40, preemptions=2, bound=1000),
+        plan=mostly(40, preemptions=2, bound=400),
     ),
     # A page is emptied when somebody has found it half empty, and comes for a slot.
     LinesScenario(
@@ -79,7 +79,7 @@ ALL = (
                 Turn(0),
                 Turn(1),
             ),
-            *mostly(40, preemptions=2, bound=800),
+            *mostly(40, preemptions=2, bound=300),
         ),
     ),
     # ... and while another class wants the page.
@@ -89,7 +89,7 @@ ALL = (
         magazines=0,
         before=(HALF, HALF),
         script=((free(0), free(1)), (malloc(2, THIRD), free(2)), (malloc(3, HALF), free(3))),
-        plan=mostly(40, bound=400),
+        plan=mostly(40, bound=150),
     ),
     # Program 0 has a ticket of a page that is retired and opened for another class, before it asks
     # the page.
