@@ -4,14 +4,15 @@ must hold after every step, and what must hold in the end.
 After every step (a step is one atomic of a program):
 
 - L1: a page whose bit is set has no class, and none of its live bits is set.
-- L2: no page has less than nothing out, and a slab has the half that belongs to its class.
-- L3: live bits lie where slots of the page's class begin. With the slots in magazines they are no
-  more than what is out.
+- L2: no page has less than nothing out, a slab has the half that belongs to its class, and only a
+  slab is SPANNED.
+- L3: live bits lie where slots of the page's class begin, or at the beginning of a run. With the
+  slots in magazines they are no more than what is out. No page of a run is free, or has a class.
 
 At rest:
 
 - L4: of every slab exactly the slots that are live or in magazines are out; a page that is no slab
-  has word 0, and its bit is set.
+  has word 0, and its bit is set unless it belongs to a run.
 - L5: a slab with nothing out is kept: whoever took the last slot out has retired the others.
 - L6: the live bits are those of the blocks that the programs hold, each in a page of its class.
 - L7: when these were freed, magazines emptied and kept pages retired, all pages are free.
@@ -24,7 +25,7 @@ the experiment does not promise that it fails only if there is no memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,12 +62,10 @@ BASE = 1 << 40  # no memory is behind the pages
 ROUNDS = 3
 TRIES = 2
 
-# A span of no slots, of a class that is none: no malloc takes it, and no free replaces it.
-NO_SPAN = 63 << layout.SPAN_CLASS.value
-
 WORD_OUT = layout.OUT_MASK.value
 KEPT = layout.KEPT.value
 SLAB = layout.SLAB.value
+RUN = layout.RUN.value
 
 
 @triton.jit
@@ -114,15 +113,40 @@ def drain_kernel(heap, addrs, n, spans, count):
         i += 1
 
 
+@triton.jit
+def take_nothing(heap, cls, count):
+    """``take_span`` without magazines."""
+    return tl.full((), 0, tl.int64)
+
+
+@triton.jit
+def put_nothing(heap, cls, span, word):
+    """``put_span`` without magazines."""
+    return span < 0
+
+
+@triton.jit
+def find_nothing(heap, nbytes, count):
+    """``malloc_last`` without searches."""
+    return nbytes * 0
+
+
 @contextmanager
-def few_tries() -> Iterator[None]:
-    """Let programs give up sooner."""
-    before = lines_heap.ROUNDS, lines_pages.TRIES
-    lines_heap.ROUNDS, lines_pages.TRIES = tl.constexpr(ROUNDS), tl.constexpr(TRIES)
-    try:
+def without(scenario: LinesScenario) -> Iterator[None]:
+    """Let programs give up sooner, and do without what the scenario does without."""
+    changes = [
+        (lines_heap, "ROUNDS", tl.constexpr(ROUNDS)),
+        (lines_pages, "TRIES", tl.constexpr(TRIES)),
+    ]
+    if not scenario.magazines:
+        changes += [(lines_heap, "take_span", take_nothing), (lines_heap, "put_span", put_nothing)]
+    if not scenario.searches:
+        changes += [(lines_heap, "malloc_last", find_nothing)]
+    with ExitStack() as stack:
+        for module, name, value in changes:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, value)
         yield
-    finally:
-        lines_heap.ROUNDS, lines_pages.TRIES = before
 
 
 @dataclass(frozen=True)
@@ -130,10 +154,11 @@ class LinesScenario:
     """Programs that meet in a heap of the experiment.
 
     ``before``: sizes of blocks that live in slots 0, 1, ... when they begin. ``magazines``: how
-    many there are; 0: frees find them all in use. ``polls``: how often a program looks whether a
-    place is open. ``wrong``: frees of what is not live any more. ``nulls``: whether a malloc may
-    fail; ``served``: slots that hold an address in the end. ``opened``: how many places may have
-    been opened, and ``in_use``: how many pages be in use in the end, if that is limited.
+    many there are; 0: nothing is put into magazines. ``searches``: whether a malloc searches that
+    finds nothing by its line. ``polls``: how often a program looks whether a place is open.
+    ``wrong``: frees of what is not live any more. ``nulls``: whether a malloc may fail; ``served``:
+    slots that hold an address in the end. ``opened``: how many places may have been opened, and
+    ``in_use``: how many pages be in use in the end, if that is limited.
     """
 
     name: str
@@ -144,6 +169,7 @@ class LinesScenario:
     stripes: int = 1
     ring: int = 2
     magazines: int = 1
+    searches: bool = True
     polls: int = 2
     wrong: int = 0
     nulls: bool = True
@@ -167,7 +193,7 @@ class LinesLaboratory:
 
     def __init__(self, scenario: LinesScenario, shrink_seconds: float) -> None:
         self.scenario = scenario
-        self.tries = few_tries()
+        self.without = without(scenario)
         self.heap = heap = Lines(
             scenario.pages * PAGE_BYTES,
             "cpu",
@@ -176,8 +202,6 @@ class LinesLaboratory:
             magazines=scenario.magazines or 1,
         )
         self.view = View(heap)
-        if not scenario.magazines:
-            self.view.spans[:] = NO_SPAN
         self.slots = torch.zeros(SLOTS, dtype=torch.int64)
         for slot, nbytes in enumerate(scenario.before):
             heap.malloc_scalars(self.slots[slot : slot + 1], nbytes, 1)
@@ -207,11 +231,11 @@ class LinesLaboratory:
         )
 
     def __enter__(self) -> LinesLaboratory:
-        self.tries.__enter__()
+        self.without.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.tries.__exit__(None, None, None)
+        self.without.__exit__(None, None, None)
 
     def hold(self, run: Run) -> None:
         """L1 to L3, after every step."""
@@ -312,8 +336,18 @@ class View:
             out = word & WORD_OUT
             if is_slab(word):
                 word &= ~layout.SPANNED.value  # advice
-            assert 0 <= word < 1 << 45, f"L2: the word of page {page} is {word:#x}"
+            assert 0 <= word < 1 << 46, f"L2: the word of page {page} is {word:#x}"
             assert out < WORD_OUT >> 1, f"L2: less than nothing is out of page {page}: {word:#x}"
+            if word & RUN:
+                assert word == out + RUN, f"L2: the word of page {page}, a run, is {word:#x}"
+                length = int(self.records[page, layout.PAGE_WORD.value + layout.LENGTH.value])
+                for other in range(page, page + length):
+                    inner = self.word(other) & ~WORD_OUT
+                    assert not self.free(other), f"L3: page {other} is free, and of a run"
+                    assert other == page or not inner, f"L3: page {other} of a run is {inner:#x}"
+                assert not live[1:].any(), f"L3: live bits in the run at page {page}"
+                assert int(live[0]) <= min(out, 1), f"L3: {live[0]:#x} is live in a run, {out} out"
+                continue
             if not is_slab(word):
                 assert word == out, f"L2: the word of page {page}, no slab, is {word:#x}"
                 assert not live.any(), f"L1: live bits are set in page {page}, which is no slab"
@@ -332,12 +366,21 @@ class View:
         """L4 to L6, if blocks of these sizes live at these addresses."""
         held = self.in_magazines()
         seen = {}
+        behind = 0  # the end of the run before
         for page in range(self.pages):
             word, live = self.word(page), self.live(page)
             out = word & WORD_OUT
+            if word & RUN:
+                assert page >= behind, f"L4: page {page} begins a run in another"
+                assert out == live[0] == 1, f"L4: {out} out of the run at {page}, live {live[0]}"
+                length = int(self.records[page, layout.PAGE_WORD.value + layout.LENGTH.value])
+                seen[BASE + page * PAGE_BYTES] = length * PAGE_BYTES
+                behind = page + length
+                continue
             if not is_slab(word):
                 assert word == 0, f"L4: the word of page {page} is {word:#x} at rest"
-                assert self.free(page), f"L4: page {page} has word 0 and is not free"
+                taken = page < behind
+                assert self.free(page) != taken, f"L4: page {page} has word 0 and is not free"
                 continue
             used = count_bits(live) + held[page]
             assert used == out, f"L4: {used} slots of page {page} are used, and {out} out"

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from tests.interleaving.mutants import Mutant
 
-CLAIM_IN_MIXED = """\
-        granted = promise(heap, page, cls, users, slots, got & (head == lane))
-        granted = leaders(granted, head)
-        good = got & (rank < granted)
+PROMISE_IN_MIXED = """\
+        granted = promise(heap, page, cls, users, slots, asks)
+        packed"""
+
+PUT = """\
+        ptr = page_word_ptr(load_records(heap), (span & PAGE_MASK).to(tl.int32))
+        span += lsr(tl.atomic_or(ptr, (span & 0) + SPANNED, sem="relaxed"), 63)
+    return tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+"""
+PUT_EARLY = """\
+        kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+        ptr = page_word_ptr(load_records(heap), (span & PAGE_MASK).to(tl.int32))
+        tl.atomic_or(ptr, (span & 0) + SPANNED, sem="relaxed")
+    else:
+        kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+    return kept
 """
 
 ALL = (
@@ -70,12 +82,12 @@ ALL = (
         scenario="late_ticket",
     ),
     Mutant(
-        name="groups_by_page_only",
+        name="groups_by_place_only",
         file="heap.py",
-        old="head, rank, users = groups(tl.where(got, page * 64 + cls, 0), got)",
-        new="head, rank, users = groups(tl.where(got, page, 0), got)",
-        breaks="a lane whose class has left the page gets a slot of the class that is there now",
-        scenario="two_classes_one_page",
+        old="head, rank, users = groups(cls * 65536 + (half & 65535), active)",
+        new="head, rank, users = groups(half & 65535, active)",
+        breaks="lanes get slots of another class: its place has the same number",
+        scenario="late_lanes",
     ),
     Mutant(
         name="opened_by_a_store",
@@ -120,16 +132,14 @@ ALL = (
     Mutant(
         name="claimed_before_the_promise",
         file="heap.py",
-        old=CLAIM_IN_MIXED,
+        old=PROMISE_IN_MIXED,
         new="""\
-        ptr, bit = live_bit(records, tl.where(got, page, 0), slot * (size >> 4))
-        early = tl.atomic_or(ptr, bit, mask=got, sem="relaxed")
-        early = got & ((early & bit) == 0)
-"""
-        + CLAIM_IN_MIXED
-        + """\
+        ptr, bit = live_bit(records, tl.where(asks, page, 0), slot * (size >> 4))
+        early = tl.atomic_or(ptr, bit, mask=asks, sem="relaxed")
+        early = asks & ((early & bit) == 0)
+        granted = promise(heap, page, cls, users, slots, asks)
         tl.atomic_and(ptr, bit ^ -1, mask=early, sem="relaxed")
-""",
+        packed""",
         breaks="live bits are set in a page that has no room, is free or another class's",
         scenario="late_lanes",
     ),
@@ -144,8 +154,8 @@ ALL = (
     Mutant(
         name="freed_without_looking",
         file="heap.py",
-        old="if active & ((pick(old, 0) & bit) != 0):",
-        new="if active:",
+        old="if inside & ((pick(old, 0) & bit) != 0):",
+        new="if inside:",
         breaks="a second free of an address takes another slot out of the account",
         scenario="two_frees_of_one",
     ),
@@ -168,36 +178,16 @@ ALL = (
     Mutant(
         name="put_over_another",
         file="heap.py",
-        old="""\
-            span = span_of(page, divide(granule << 4, size), page * 0 + 1, cls)
-            kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
-""",
-        new="""\
-            span = span_of(page, divide(granule << 4, size), page * 0 + 1, cls)
-            kept = tl.atomic_xchg(magazine_ptr(heap, cls), span, sem="relaxed") != -1
-""",
+        old='return tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0',
+        new='return tl.atomic_xchg(magazine_ptr(heap, cls), span, sem="relaxed") != -1',
         breaks="the slots that were in the magazine are out for good",
         scenario="one_magazine",
     ),
     Mutant(
-        name="block_put_over_another",
-        file="heap.py",
-        old="""\
-            span = span_of(first_page, slot, count, cls)
-            kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
-""",
-        new="""\
-            span = span_of(first_page, slot, count, cls)
-            kept = tl.atomic_xchg(magazine_ptr(heap, cls), span, sem="relaxed") != -1
-""",
-        breaks="the same for the slots of a block",
-        scenario="magazine_of_another_count",
-    ),
-    Mutant(
         name="put_back_over_another",
         file="heap.py",
-        old='release_span(heap, tl.atomic_xchg(ptr, word, sem="relaxed")) & 0',
-        new='tl.atomic_xchg(ptr, word, sem="relaxed") & 0',
+        old='release_span(heap, tl.atomic_xchg(ptr, word, sem="acq_rel")) & 0',
+        new='tl.atomic_xchg(ptr, word, sem="acq_rel") & 0',
         breaks="what a free put into a magazine while a malloc looked at the last span is nobody's",
         scenario="magazine_of_another_class",
     ),
@@ -226,10 +216,10 @@ ALL = (
         scenario="block_and_scalar_alone",
     ),
     Mutant(
-        name="speaker_pays_for_all",
+        name="wrong_lanes_pay",
         file="heap.py",
-        old="counts = popcount(bits ^ wrong)",
-        new="counts = popcount(bits)",
+        old="        active = active & (hit == 0)\n",
+        new="",
         breaks="lanes whose slots were free already take others out of the account",
         scenario="two_frees_of_two_lanes",
     ),
@@ -244,8 +234,8 @@ ALL = (
     Mutant(
         name="void_places_stay_for_lanes",
         file="heap.py",
-        old="over = tl.where(got, (head == lane) & (granted < users), bad)",
-        new="over = got & (head == lane) & (granted < users)",
+        old="over = tl.where(got, heads & (granted < users), bad)",
+        new="over = got & heads & (granted < users)",
         breaks="the same for blocks of several classes",
         scenario="page_comes_back_to_lanes",
     ),
@@ -264,5 +254,69 @@ ALL = (
         new="return ((number - place) & NUMBER_MASK) != 0",
         breaks="who comes too late to a place waits as long as it can",
         scenario="ring_came_round",
+    ),
+    Mutant(
+        name="marked_when_it_may_be_gone",
+        file="heap.py",
+        old=PUT,
+        new=PUT_EARLY,
+        breaks="a page is marked for its slots in a magazine when it is free, or another's",
+        scenario="marked_or_gone",
+    ),
+    Mutant(
+        name="asked_without_an_answer",
+        file="search.py",
+        old="return tl.where(granted == 1, page, -1)",
+        new="return page",
+        breaks="a search takes a slot of a page that had one when it looked",
+        scenario="search_or_free",
+    ),
+    Mutant(
+        name="asked_and_not_left",
+        file="search.py",
+        old="    if granted == 0:\n        leave_one(heap, page)\n",
+        new="",
+        breaks="what a search adds to a page without room is out for good",
+        scenario="search_or_free",
+    ),
+    Mutant(
+        name="searched_without_looking",
+        file="search.py",
+        old="if (old & bit_of(bit)) != 0:",
+        new="if old != 1:",
+        breaks="a search takes a page that another took first",
+        scenario="search_or_line",
+    ),
+    Mutant(
+        name="search_passes_by_full_halves",
+        file="search.py",
+        old="some = here & (word != 0) & (page_out(word) < slots)",
+        new="some = here & (word != 0) & (page_out(word) <= slots >> 1)",
+        breaks="a search does not find the last slot of a page",
+        scenario="search_finds_the_last",
+    ),
+    Mutant(
+        name="run_taken_in_part",
+        file="search.py",
+        old="if any_lane(got != bits):",
+        new="if any_lane((got == 0) & (bits != 0)):",
+        breaks="a run has pages that somebody else has",
+        scenario="two_runs",
+    ),
+    Mutant(
+        name="part_of_a_run_is_kept",
+        file="search.py",
+        old="got, mask=got != 0, sem=",
+        new="got & 0, mask=got != 0, sem=",
+        breaks="pages taken for a run that cannot be whole are nobody's",
+        scenario="two_runs",
+    ),
+    Mutant(
+        name="whole_run_given_back",
+        file="search.py",
+        old="got, mask=got != 0, sem=",
+        new="bits, mask=bits != 0, sem=",
+        breaks="pages of a run that somebody else has are free",
+        scenario="two_runs",
     ),
 )

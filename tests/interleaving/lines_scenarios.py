@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 
+from devalloc.sizes import PAGE_BYTES
 from devalloc.testing import PCT, Exhaustive, Random
 from tests.interleaving.directed import Turn, directed
 from tests.interleaving.lab import SLOTS, Plan
@@ -60,7 +61,7 @@ ALL = (
         pages=2,
         magazines=0,
         script=((malloc(0, HALF), free(0)), (malloc(1, HALF), free(1))),
-        plan=mostly(40, preemptions=2, bound=1000),
+        plan=mostly(40, preemptions=2, bound=400),
     ),
     # A page is emptied when somebody has found it half empty, and comes for a slot.
     LinesScenario(
@@ -78,7 +79,7 @@ ALL = (
                 Turn(0),
                 Turn(1),
             ),
-            *mostly(40, preemptions=2, bound=800),
+            *mostly(40, preemptions=2, bound=300),
         ),
     ),
     # ... and while another class wants the page.
@@ -88,7 +89,7 @@ ALL = (
         magazines=0,
         before=(HALF, HALF),
         script=((free(0), free(1)), (malloc(2, THIRD), free(2)), (malloc(3, HALF), free(3))),
-        plan=mostly(40, bound=400),
+        plan=mostly(40, bound=150),
     ),
     # Program 0 has a ticket of a page that is retired and opened for another class, before it asks
     # the page.
@@ -96,6 +97,7 @@ ALL = (
         "late_ticket",
         pages=1,
         magazines=0,
+        searches=False,
         script=(
             (malloc(0, HALF), free(0)),
             (malloc(1, HALF), free(1), malloc(2, THIRD), free(2)),
@@ -245,7 +247,7 @@ ALL = (
         nulls=False,
         script=((malloc(0, HALF), free(0)), (malloc(1, HALF),), (malloc(2, HALF), free(2))),
         plan=(
-            *directed(Turn(0, "take_pages"), Turn(1), Turn(2), Turn(0)),
+            *directed(Turn(0, "guess_pages"), Turn(1), Turn(2), Turn(0)),
             *directed(Turn(0, "open_places", 2), Turn(1), Turn(2), Turn(0)),
             *directed(Turn(0, "open_places", 3), Turn(1), Turn(2), Turn(0)),
             *samples(20),
@@ -377,6 +379,7 @@ ALL = (
         "used_up",
         pages=1,
         magazines=0,
+        searches=False,
         nulls=False,
         script=((malloc(0, HALF), malloc(1, HALF), free(0), free(1), malloc(2, THIRD)),),
         plan=((Random(), 1),),
@@ -396,6 +399,7 @@ ALL = (
         "page_comes_back",
         pages=1,
         magazines=0,
+        searches=False,
         before=(HALF, HALF),
         served=(3,),
         script=((malloc(2, WORD), free(0), free(1), malloc(3, WORD)),),
@@ -405,6 +409,7 @@ ALL = (
         "page_comes_back_to_lanes",
         pages=1,
         magazines=0,
+        searches=False,
         before=(HALF, HALF),
         served=(4, 6),
         script=((malloc_two(2, WORD), free(0), free(1), malloc_two(4, WORD)),),
@@ -446,6 +451,73 @@ ALL = (
         script=((malloc_lanes(0, HALF), free(0), free(3), free_lanes(0)),),
         wrong=2,
         plan=((Random(), 1),),
+    ),
+    # A page is marked before one of its slots is in a magazine: then it may be another's soon.
+    LinesScenario(
+        "marked_or_gone",
+        pages=1,
+        before=(THIRD,),
+        script=((free(0),), (malloc(1, PAGE_BYTES), free(1))),
+        plan=(
+            *directed(Turn(0, "put_span", 2), Turn(1), Turn(0)),
+            *mostly(10),
+        ),
+    ),
+    # No line leads to the slot that is free, and a search finds it.
+    LinesScenario(
+        "search_finds_the_last",
+        pages=1,
+        magazines=0,
+        nulls=False,
+        before=(EIGHTH,) * 8,
+        script=((free(3), malloc(8, EIGHTH)),),
+        plan=((Random(), 1),),
+    ),
+    # A search asks a page that is emptied, and is another's, since it looked.
+    LinesScenario(
+        "search_or_free",
+        pages=1,
+        magazines=0,
+        before=(EIGHTH,) * 5,
+        script=(
+            (malloc_lanes(5, EIGHTH), free(0), free_lanes(1), free(5), free(6), free(7)),
+            (malloc(9, EIGHTH), free(9)),
+            (malloc(10, PAGE_BYTES), free(10)),
+        ),
+        plan=(
+            *directed(Turn(0, "run_lines", 4), Turn(1, "promise"), Turn(0), Turn(2), Turn(1)),
+            *samples(16),
+        ),
+    ),
+    # A search and a line want the page that is free.
+    LinesScenario(
+        "search_or_line",
+        pages=1,
+        magazines=0,
+        before=(HALF, HALF),
+        script=((free(0), free(1), malloc(4, THIRD)), (malloc(5, EIGHTH),)),
+        plan=(
+            *directed(
+                Turn(1, "search_slots"),
+                Turn(0, "run_lines", 4),
+                Turn(1, "search_slots", 2),
+                Turn(0),
+                Turn(1),
+            ),
+            *samples(8),
+        ),
+    ),
+    # Runs of adjacent pages, of which each is whole or is not.
+    LinesScenario(
+        "two_runs",
+        pages=3,
+        magazines=0,
+        script=(
+            (malloc(0, 2 * PAGE_BYTES), free(0)),
+            (malloc(1, 2 * PAGE_BYTES), free(1)),
+            (malloc(2, HALF), free(2)),
+        ),
+        plan=mostly(16, bound=60),
     ),
     # Much at a time.
     LinesScenario(
