@@ -48,7 +48,7 @@ class FrugalPolicy(Policy):
 
     A miss that a segment given back earlier would have served is a regret. With the last of
     ``patience`` regrets the record rises to what that miss needs, and nothing is given back for it.
-    So a program that asks for the same again and again settles instead of paying at every turn.
+    So a program that asks for the same again and again stops returning and requesting segments.
 
     Parameters
     ----------
