@@ -514,7 +514,7 @@ class Arena(RegionMethods, PytorchMethods, StatisticsMethods, Owner):
 
         A buffer belongs to the stream it was allocated on. If it is closed on another stream, its
         memory is reused only after the work that was queued on that stream before. Buffers keep the
-        arena alive. Where there is a GPU, cuda.core wants a current device for buffers of host
+        arena alive. Where there is a GPU, cuda.core needs a current device for buffers of host
         memory too: call ``cuda.core.Device().set_current()`` first.
 
         Raises

@@ -1,6 +1,6 @@
 """Launching kernels that use a heap from code under ``torch.compile``.
 
-Left alone, torch.compile rewrites a launch: it looks for what the kernel writes, and removes a
+By default, torch.compile rewrites a launch: it looks for what the kernel writes, and removes a
 kernel that seems to write nothing, such as one that stores through addresses that it loaded. Here a
 launch becomes an operator of PyTorch's that torch.compile does not look into. Its schema says what
 it writes, and a heap counts as written. So no launch is dropped, and launches on one heap keep

@@ -263,8 +263,8 @@ def quick_interpreter() -> Iterator[None]:
     """Let interpreted kernels run five to ten times as fast until the end of the block.
 
     The interpreter patches the language again in each call of a nested ``@triton.jit`` function,
-    makes the same types repeatedly, and works out for each operation how its operands come to
-    one type; within the block that is done once. Integer overflow is not checked, which makes no
+    makes the same types repeatedly, and computes for each operation how its operands convert to one
+    type; within the block that is done once. Integer overflow is not checked, which makes no
     difference unless the interpreter is in debug mode. Like the interpreter, this is not
     thread-safe. Blocks may be nested, and `Interleaving` may be used inside.
     """

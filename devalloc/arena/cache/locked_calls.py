@@ -10,7 +10,7 @@ Interruptions: an exception that is not one of ours may have come in the middle 
 
 The fast path through `malloc` and `free` is for exact fits in the usual state.
 `_attention` is set in any other state: recorded uses by other streams, pending events, routes to
-private pools, history, a front, threads that are `_out`, a policy that wants to see every call.
+private pools, history, a front, threads that are `_out`, a policy that must see every call.
 Blocks that wait for reuse (`devalloc.arena.cache.reuse`) are freed before anything else happens.
 """
 
@@ -117,7 +117,7 @@ def _beside_front(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenat
 
 
 class LockedCalls(Owner):
-    """malloc and free of a cache, and how all other calls come to its lock."""
+    """malloc and free of a cache, and how all other calls take its lock."""
 
     def __init__(
         self,
