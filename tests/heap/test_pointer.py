@@ -104,7 +104,9 @@ def test_addresses_without_a_block() -> None:
         wrong = [*freed.tolist(), kept + 64, heap.base + heap.capacity, heap.base - 4]
         for addr in [*wrong, elsewhere.data_ptr(), -8, (1 << 63) - 1]:
             at = f"4 bytes at {addr:#x}"
-            with refused(InvalidPointer, at, "(lane 1 of 2)", "in program 0, " + place, "no block"):
+            with refused(
+                InvalidPointer, at, "(lane 1 of 2)", "in program 0, " + place, "no live block"
+            ):
                 write_lanes(heap, int64([kept, addr]))
         with refused(InvalidPointer, "address 0 ", "(lane 1 of 2)", place, "malloc gave no memory"):
             write_lanes(heap, int64([kept, 0]))

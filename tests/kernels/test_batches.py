@@ -221,7 +221,7 @@ def test_where_batches_must_be_shorter_the_front_is_renewed(heap: Heap) -> None:
     gone = (behind >= 0) & (behind < 10)
     free_lanes(heap, addrs[gone])
     live = [addrs[~gone], drain(heap)]
-    assert spare(heap) == resting, "abandoned half way"
+    assert spare(heap) == resting, "the same half way"
     had, old = held(heap), batch(heap)
     refill_kernel[(1,)](heap.handle, CLS=CLASS, USED=0, HELD=PAGES * 5 // 8)
     assert batch(heap) == Batch(resting.page, 10, 10 * SLOTS)
