@@ -2,7 +2,7 @@
 
 Below all: ``results`` (files of rows), ``harness`` (timing, verification, provenance), ``child`` (a
 worker process), ``options`` (of the commands) and ``patches`` (changed copies of the device code).
-Then a room for each question, in which the modules ``bench_...`` are the commands:
+Then a folder for each question, in which the modules ``bench_...`` are the commands:
 
 ``device``  what a malloc and a free cost. From the bottom: ``rows`` (what is measured),
             ``workloads`` (the kernels), ``cuda_malloc`` (CUDA's own malloc), ``bench`` (rounds of

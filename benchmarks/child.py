@@ -63,5 +63,5 @@ class Child:
 
     def end(self) -> None:
         self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold on to a dead child
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may block its end
             self.process.wait(30)

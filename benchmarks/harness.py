@@ -5,7 +5,7 @@ them, long enough for the host to queue events and launch behind it, so what the
 launch is not measured; a sample for which the host was too slow is dropped. Between samples caches
 are left as they are: address arrays and the heap's state are as warm as the row before left them.
 
-In the interpreter (`HostClock`) times are the host's and mean nothing but that the code ran.
+In the interpreter (`HostClock`) times are the host's and only show that the code ran.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def verify(
     capacity: int,
     alignment: int | None = None,
 ) -> Verdict:
-    """Check live allocations: none null, disjoint, inside the heap, aligned as promised.
+    """Check live allocations: none null, disjoint, inside the heap, aligned as guaranteed.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def verify(
     base, capacity : int
         First byte and bytes of the heap.
     alignment : int, optional
-        Bytes, for all sizes. Default: what devalloc promises for each.
+        Bytes, for all sizes. Default: what devalloc guarantees for each.
 
     Notes
     -----

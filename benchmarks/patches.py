@@ -16,7 +16,7 @@ from benchmarks.results import ROOT
 
 @dataclass(frozen=True)
 class Patch:
-    """``old``, which stands in ``file`` of kernels/ ``times`` times (None: once or more), becomes
+    """``old``, which occurs in ``file`` of kernels/ ``times`` times (None: once or more), becomes
     ``new``."""
 
     file: str
@@ -55,7 +55,7 @@ def patched_kernels(patches: Iterable[Patch], folder: Path) -> Path:
     Raises
     ------
     ValueError
-        If the text of a patch does not stand in its file as often as it says.
+        If the text of a patch does not occur in its file as often as it says.
     """
     folder.mkdir(parents=True, exist_ok=True)
     copy = folder / "kernels"

@@ -14,7 +14,7 @@ from types import ModuleType
 from devalloc.errors import DevallocError
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-"""Of which this package is part, unless it is installed from a wheel."""
+"""The checkout that this package is part of, unless it is installed from a wheel."""
 
 
 def has_benchmarks(root: Path = CHECKOUT) -> bool:

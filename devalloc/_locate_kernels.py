@@ -1,9 +1,9 @@
 """Find the device code when Python runs from a source checkout.
 
-The device code lives in the top-level folder ``kernels/`` and is installed as the package
+The device code is in the top-level folder ``kernels/`` and is installed as the package
 ``devalloc.kernels``. A wheel therefore holds ``devalloc/kernels/``; a checkout holds ``devalloc/``
 and ``kernels/`` side by side. Python started in the checkout imports the folder ``devalloc/`` of
-the checkout, whatever else is installed, and would not find ``devalloc.kernels`` there.
+the checkout even if another is installed, and would not find ``devalloc.kernels`` there.
 
 ``register`` closes that gap: it adds an import finder that answers only for the name
 ``devalloc.kernels`` and points it at the sibling folder. Nothing is imported until a program asks

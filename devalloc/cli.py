@@ -54,7 +54,8 @@ def clean_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def choose_device(wanted: str | None) -> tuple[str | None, str]:
-    """Decide between GPU and interpreter, and tell Triton. Call it before importing Triton.
+    """Decide between GPU and interpreter, and set TRITON_INTERPRET to match. Call it before
+    importing Triton.
 
     Parameters
     ----------
@@ -64,7 +65,7 @@ def choose_device(wanted: str | None) -> tuple[str | None, str]:
     Returns
     -------
     device, description : str or None, str
-        The device for `devalloc.Heap`, and words for people.
+        The device for `devalloc.Heap`, and text for people.
 
     Raises
     ------

@@ -20,7 +20,7 @@ class InvalidFreeError(DevallocError):
 
 
 class DoubleFree(InvalidFreeError):
-    """An allocation could start at the address, but none lives there, or no longer."""
+    """An allocation could start at the address, but there is none, or it was freed."""
 
 
 class InvalidFree(InvalidFreeError):
@@ -28,7 +28,7 @@ class InvalidFree(InvalidFreeError):
 
 
 class InvalidPointer(DevallocError):
-    """A program wanted memory at an address where no block lives, or more than the block has."""
+    """A program accessed an address where there is no live block, or more than the block has."""
 
 
 class InvalidWriteError(DevallocError):

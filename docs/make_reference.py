@@ -57,7 +57,7 @@ CACHE_MEMBERS = {
     "route",
     "set_safe_frontier",
 }
-"""What a user of an arena may want of its cache; the rest belongs to the arena."""
+"""What a user of an arena may need from its cache; the rest belongs to the arena."""
 
 
 def text_of(doc: str) -> str:

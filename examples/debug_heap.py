@@ -1,8 +1,8 @@
 """A kernel with an off-by-one error, and what a debug heap says about it.
 
-Every lane keeps a list of its own: a count, and then as many numbers. `keep` forgets that the count
-needs room, too. In an ordinary heap the last number of a list may end up in its neighbour's count,
-and the kernel that fails later is an innocent one. A debug heap names the block that was written
+Every lane keeps a list of its own: a count, and then as many numbers. `keep` leaves no room for the
+count. In an ordinary heap the last number of a list may end up in its neighbour's count,
+and the kernel that fails later is not the wrong one. A debug heap names the block that was written
 past, where, and whose it is.
 
 Run it: ``python examples/debug_heap.py`` (without a GPU: with ``TRITON_INTERPRET=1``).

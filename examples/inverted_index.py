@@ -5,7 +5,7 @@ in the list says in which chunk it is. A batch of text is sorted by word. Then o
 lane, takes the chunks that the lists need from the heap, and another, a token a lane, writes the
 positions. What a batch costs depends on the batch, and not on all the text so far.
 
-Without a heap one sorts everything anew for each batch, or copies everything to longer rows.
+Without a heap one sorts everything again for each batch, or copies everything to longer rows.
 
 Run it: ``python examples/inverted_index.py`` (without a GPU: with ``TRITON_INTERPRET=1``).
 """
@@ -51,7 +51,7 @@ def append_kernel(heap, batch, order, starts, chunks, lengths, tokens, position,
     word = tl.load(batch + token, mask=there, other=0)
     place = tl.load(lengths + word, mask=there, other=0) + token
     place -= tl.load(starts + word, mask=there, other=0)
-    # The chunk is the power of two in place / FIRST + 1, which a float32's exponent tells.
+    # The chunk is the power of two in place / FIRST + 1, which is the exponent of a float32.
     chunk = ((place // FIRST + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     addr = tl.load(chunks + word * CHUNKS + chunk, mask=there, other=0)
     there = there & (addr != 0)  # else malloc gave nothing, which the heap has recorded
@@ -68,7 +68,7 @@ class Index:
         self.chunks = torch.zeros(words, CHUNKS, dtype=torch.int64, device=heap.device)
         self.lengths = torch.zeros(words, dtype=torch.int32, device=heap.device)
         self.all_words = torch.arange(words + 1, dtype=torch.int32, device=heap.device)
-        self.lanes = 1024 if heap.device.type == "cpu" else 128  # the interpreter wants wide ones
+        self.lanes = 1024 if heap.device.type == "cpu" else 128  # the interpreter needs wide ones
 
     def add(self, batch: torch.Tensor) -> None:
         """Append a batch of text: the numbers of its words."""

@@ -4,7 +4,7 @@ The nodes of the stack are numbers; ``after[node]`` is the node below. `pop` rea
 node below it, and swaps the one for the other by compare-and-swap: right, as long as the head did
 not change. But the compare-and-swap only sees that the head is *equal*. If the node was taken and
 put back meanwhile, with another one below it, the swap succeeds and the head becomes a node that
-somebody owns: the ABA problem.
+another program owns: the ABA problem.
 
 `tagged_pop` and `tagged_push` keep a counter beside the head, so no value of the head comes back.
 

@@ -1,4 +1,4 @@
-"""Neighbour lists of moving atoms, made anew in each replay of one CUDA graph.
+"""Neighbour lists of moving atoms, made again in each replay of one CUDA graph.
 
 A list goes into the block that it had in the step before. Those for which it is too small, or much
 too large, take another one and are written again. Without a heap one pads all lists to a guess, and

@@ -84,7 +84,7 @@ def attend_kernel(heap, table, lengths, qkv, out, PAGES: tl.constexpr, PAGE: tl.
 
 
 class Decoder:
-    """One attention layer. ``inputs``: (steps, sequences, heads * dim), repeated for ever."""
+    """One attention layer. ``inputs``: (steps, sequences, heads * dim), repeated without end."""
 
     def __init__(self, heap, inputs, targets, heads: int, longest: int) -> None:
         device, (_, count, width) = heap.device, inputs.shape

@@ -18,7 +18,7 @@ from devalloc import kernels as da
 
 ON_GPU = torch.cuda.is_available() and not triton.knobs.runtime.interpret
 KEPT = 1024 if ON_GPU else 64  # slots of the table that a program keeps
-TILE = (8, 16, 128) if ON_GPU else (64, 16, 1024)  # the interpreter wants wide ones
+TILE = (8, 16, 128) if ON_GPU else (64, 16, 1024)  # the interpreter needs wide ones
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def add_products(keys, sums, slots, starts, columns, values, first, end,
             product = factor[:, None] * tl.load(values + other, mask=todo, other=0.0)
             slot = ((key.to(tl.uint32) * 2654435769) >> 7).to(tl.int32) & (slots - 1)
             while tl.max(tl.max(todo.to(tl.int32), axis=1), axis=0) > 0:
-                # Lanes may want the same free slot. All write, then each looks whose key is there.
+                # Lanes may need one free slot. All write, then each reads which key is there.
                 free = todo & (tl.load(keys + slot, mask=todo, other=0) == 0)
                 tl.store(keys + slot, key, mask=free)
                 tl.debug_barrier()

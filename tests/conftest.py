@@ -35,7 +35,7 @@ settings.register_profile("devalloc", deadline=None, derandomize=True, database=
 settings.load_profile("devalloc")
 
 
-# What interleaves programs stands on greenlet, which users of the heap need not have.
+# What interleaves programs needs greenlet, which users of the heap need not have.
 HAS_GREENLET = find_spec("greenlet") is not None
 collect_ignore = [] if HAS_GREENLET else ["interleaving", "documents/test_examples.py"]
 
@@ -43,12 +43,12 @@ collect_ignore = [] if HAS_GREENLET else ["interleaving", "documents/test_exampl
 def pytest_report_header() -> list[str]:
     lines = [f"kernels run on: {torch.cuda.get_device_name() if ON_GPU else 'Triton interpreter'}"]
     if not HAS_GREENLET:
-        lines.append(f"not collected, for want of greenlet: {', '.join(collect_ignore)}")
+        lines.append(f"not collected, because greenlet is missing: {', '.join(collect_ignore)}")
     return lines
 
 
 # What takes longest, in this order, before all other files: so that the processes that share the
-# tests end together. (A name of a folder stands for what is in it.)
+# tests end together. (A name of a folder means what is in it.)
 LONGEST = (
     "compile/test_budget.py",
     "interleaving",
@@ -91,7 +91,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where tensors of the tests live: "cuda", or "cpu" under the interpreter."""
+    """Where tensors of the tests are: "cuda", or "cpu" under the interpreter."""
     return "cuda" if ON_GPU else "cpu"
 
 
@@ -110,7 +110,7 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture
 def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What Python was told of errors in finalizers."""
+    """What Python was given of errors in finalizers."""
     told: list[str] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda args: told.append(str(args.exc_value)))
     return told

@@ -30,7 +30,7 @@ TITLES = {
     "saver": "torch_memory_saver",
     "library": "Arenas, and other libraries in them",
 }
-"""By what stands in front of the / of an id."""
+"""By the part of an id before the slash."""
 
 
 class Mechanism(NamedTuple):

@@ -88,7 +88,7 @@ def promised_alignment(nbytes: int) -> int:
 
 
 def assert_blocks(heap: Heap, addrs: torch.Tensor, sizes: Sequence[int] | torch.Tensor) -> None:
-    """All blocks are there, disjoint, inside the heap and aligned as promised (H1)."""
+    """All blocks are there, disjoint, inside the heap and aligned as guaranteed (H1)."""
     blocks = sorted(zip(addrs.tolist(), torch.as_tensor(sizes).tolist(), strict=True))
     end = heap.base
     for addr, nbytes in blocks:
@@ -100,7 +100,7 @@ def assert_blocks(heap: Heap, addrs: torch.Tensor, sizes: Sequence[int] | torch.
 
 
 def assert_empty(heap: Heap) -> None:
-    """Nothing lives, nothing was recorded, and the heap is as it was when made."""
+    """There is no live block, nothing was recorded, and the heap is as it was when made."""
     heap.check()
     heap.audit()
     stats = heap.stats()
@@ -110,7 +110,7 @@ def assert_empty(heap: Heap) -> None:
 
 
 def assert_whole_capacity(heap: Heap) -> None:
-    """An empty heap whose whole capacity can be had in one piece."""
+    """An empty heap whose whole capacity is free in one piece."""
     assert_empty(heap)
     addr = heap.malloc([heap.capacity])
     assert addr.tolist() == [heap.base]

@@ -250,7 +250,7 @@ def churn_lanes_kernel(
 ):
     """Each lane: malloc a random size, fill all that is usable, verify, free; again and again.
 
-    Two generations are alive at a time, so blocks are verified after others were taken and freed.
+    Two generations are live at a time, so blocks are verified after others were taken and freed.
     """
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bad = tl.zeros((BLOCK,), tl.int64)

@@ -6,7 +6,7 @@
     devalloc bench arena --only scale      # any number of blocks; rows go to arena/scale/
 
 Names of rows: ``training-4x256``: layers and width; ``one-16384``: a pattern of `pairs` and
-the bytes of its largest tensor; ``part-...``: a piece of the shortest way, alone. Both allocators
+the bytes of its largest tensor; ``part-...``: a piece of the fast path, alone. Both allocators
 take turns in one process, and ``ratio`` is ours over PyTorch's, turn by turn.
 
 ``scale-free-1000000``: a case of `scale` and how many blocks there are. These need no GPU and
@@ -93,7 +93,7 @@ def pair_rows(device: torch.device, rounds: int, turns: int) -> Iterator[dict[st
 
 
 def part_rows(device: torch.device, rounds: int, turns: int) -> Iterator[dict[str, object]]:
-    """What the shortest way consists of."""
+    """What the fast path consists of."""
     import devalloc
     from benchmarks.arena import pairs
 
@@ -104,7 +104,7 @@ def part_rows(device: torch.device, rounds: int, turns: int) -> Iterator[dict[st
 
 
 def processor() -> str:
-    """The name of the processor, as far as the system tells."""
+    """The name of the processor, as far as the system reports it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

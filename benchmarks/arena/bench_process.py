@@ -5,7 +5,7 @@
     devalloc bench process --device cpu        # tiny, and PyTorch's allocator only
 
 Every run is a process of its own (`process_worker`): PyTorch's allocator, ``Arena.use``, and
-``Arena.install`` with the policies torch and frugal. The processes of a round live side by side on
+``Arena.install`` with the policies torch and frugal. The processes of a round exist side by side on
 the same cores and take turns of a few steps, one process at a time: how fast a machine is changes
 from second to second, by more than allocators differ. In the first round each policy also runs
 without the front, which shows what Python costs.
@@ -118,7 +118,7 @@ def summary(everything: dict[str, Found]) -> Table:
 
 
 def read(child: Child, kind: Kind) -> dict[str, Any]:
-    """What the process says next; raises ClickException if it says nothing."""
+    """The next message of the process; raises ClickException if there is none."""
     done = child.read(SECONDS)
     if done is None:
         raise click.ClickException(f"{kind.name}: the process ended without a result")

@@ -1,6 +1,6 @@
 """An allocation and its end, by the host's clock: `devalloc.Arena.empty` beside `torch.empty`.
 
-`PATTERNS` are ways in which programs allocate; `parts` are the pieces of which the shortest way
+`PATTERNS` are ways in which programs allocate; `parts` are the pieces of which the fast path
 consists, each timed alone, and what would be used instead of them.
 """
 
@@ -43,7 +43,8 @@ def layers(empty: Empty, shape: tuple[int, ...], turns: int) -> int:
 
 
 def changing(empty: Empty, shape: tuple[int, ...], turns: int) -> int:
-    """No shape twice within 64 tensors: each is served anew, split off and merged again."""
+    """No shape twice within 64 tensors: each is served by the policy, split off and merged
+    again."""
     rows, columns = shape
     shapes = [(rows, columns - index) for index in range(64)]
     for index in range(turns):

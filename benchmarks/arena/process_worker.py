@@ -1,6 +1,6 @@
 """One training run in a process of its own: reads what to run, writes what it did, as JSON.
 
-The first line of the input is the order. When the process is warm it says so, and then takes as
+The first line of the input says what to run. When the process is warm it says so, and then takes as
 many timed steps at a time as each further line says, and before them one that is not timed. When
 the input ends, it writes its losses, its peak and what is left.
 

@@ -41,7 +41,7 @@ def cross_check(trace: Trace, counters: dict[str, Any], entries: int) -> None:
     Parameters
     ----------
     trace : Trace
-        Of the whole life of the allocator.
+        From the start of the allocator.
     counters : dict
         ``torch.cuda.memory_stats()`` at the same moment.
     entries : int

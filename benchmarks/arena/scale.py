@@ -26,7 +26,7 @@ ENOUGH_S = 0.02
 
 
 class Numbers:
-    """A source of addresses that nothing lies behind; none is given out twice."""
+    """A source of addresses without memory; none is given out twice."""
 
     device = torch.device("cpu")
     granularity = 256

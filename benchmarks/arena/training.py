@@ -95,7 +95,7 @@ class Place(Protocol):
 def deterministic() -> Iterator[None]:
     """Sums in a fixed order, so that losses can be equal and not only close.
 
-    On a GPU cuBLAS wants ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` in the environment beforehand.
+    On a GPU cuBLAS needs ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` in the environment beforehand.
     """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)

@@ -4,7 +4,7 @@ It repeats the decisions of ``kernels/batches.py`` (how long batches are, what r
 ready, renewed, opened or dissolved) for programs that run one after another, and nothing else of
 the heap. So it says how many programs of a launch have something rare to do, which is what launches
 of mixed sizes wait for; it does not say how long that takes, nor what programs do to one another
-that run at once. ``tests/benchmarks/test_batch_model.py`` holds it to the heap.
+that run at once. ``tests/benchmarks/test_batch_model.py`` compares it with the heap.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Batch:
 
     @property
     def live_pages(self) -> int:
-        """In how many pages something lives."""
+        """How many pages have live blocks."""
         if self.issued == self.first_live:
             return 0
         return (self.issued - 1) // self.slots + 1 - self.first_live // self.slots
@@ -111,7 +111,7 @@ class BatchModel:
         self.stripes: dict[tuple[int, int], Stripe] = {}
         self.held = 0
         self.loose = 0
-        """Pages of dissolved batches in which something lives."""
+        """Pages of dissolved batches that have live blocks."""
         self.events = Events()
 
     def launch(self, sizes: Sequence[int] | np.ndarray, lanes: int) -> Events:
@@ -132,7 +132,7 @@ class BatchModel:
         return self.events
 
     def free_all(self) -> None:
-        """Free everything that lives."""
+        """Free all live blocks."""
         self.loose = 0
         for stripe in self.stripes.values():
             for batch in (stripe.batch, stripe.spare):
@@ -142,7 +142,7 @@ class BatchModel:
     def _run(self, place: int, classes: np.ndarray) -> None:
         found, first, counts = np.unique(classes, return_index=True, return_counts=True)
         if len(found) == 1 and counts[0] >= SLOTS[found[0]] * slabs.WHOLE_PAGES.value:
-            raise NotModelled("blocks that fill pages take pages of their own, not a stripe's")
+            raise NotModelled("blocks that fill pages take pages of their own, from no stripe")
         left: dict[int, int] = {}
         halves: set[int] = set()
         for cls, count in zip(found.tolist(), counts.tolist(), strict=True):

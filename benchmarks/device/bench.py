@@ -170,7 +170,7 @@ def lane_launch(row: Row, kernel: Any, *args: object) -> Launch:
 
 
 def nothing() -> None:
-    """For what an allocator need not do."""
+    """A function that does nothing."""
 
 
 @dataclass
@@ -187,7 +187,7 @@ class Trial:
     prepare : callable
         Run before each `malloc`, not timed.
     alignment : int, optional
-        Bytes; default: what devalloc promises for each size.
+        Bytes; default: what devalloc guarantees for each size.
     """
 
     base: int

@@ -40,7 +40,7 @@ def sizes_of(row: Row, seed: int) -> np.ndarray:
 @click.option("--seed", type=int, default=1, show_default=True, help="Of mixed sizes.")
 def main(pattern: str, heap: str, launches: int, apart: bool, seed: int) -> None:
     """Count refills and prefetches in the launches of rows, by a model: no device is needed."""
-    # Here, not above: the kernels bring Triton along.
+    # Here, not above: the kernels import Triton.
     from benchmarks.device.batch_model import EVENTS, BatchModel, NotModelled
     from devalloc.errors import InvalidArgument
     from devalloc.sizes import PAGE_BYTES, parse_size

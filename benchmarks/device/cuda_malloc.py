@@ -1,8 +1,8 @@
 """CUDA's own device malloc, compiled at run time: a baseline that any CUDA program has.
 
 The size of its heap is a limit of the process, set before the first module that allocates is
-loaded, and its memory is taken for good; so it is measured in a process of its own. Some requests
-take it minutes or for ever: `benchmarks.device.rows.FAST_FOR_CUDA` says which are asked for.
+loaded, and its memory is never given back; so it is measured in a process of its own. Some requests
+take minutes or never end: `benchmarks.device.rows.FAST_FOR_CUDA` says which are asked for.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ extern "C" __global__ void latency(int* nulls, int64 pairs, int64 size) {
 KERNELS = ("malloc_lanes", "free_lanes", "latency")
 BLOCK = 256
 ALIGNMENT = 16
-"""Bytes that CUDA promises of every address."""
+"""The alignment in bytes that CUDA guarantees."""
 
 
 class NotAvailable(Exception):

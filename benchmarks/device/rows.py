@@ -28,7 +28,7 @@ OWN_HEAP = frozenset({"create", "oom", "frag", "fill", "heap", "tail"})
 """Patterns that make a heap for each row; the others share one."""
 
 BASELINES = frozenset({"bump", "cuda"})
-"""Allocators that are measured beside ours; if one fails, that is no fault of ours."""
+"""Allocators that are measured beside ours; if one fails, the error is not in devalloc."""
 
 CHURN_ROUNDS = 32
 FRAG_ROUNDS = 20
@@ -81,7 +81,7 @@ class Row:
         ``warm``: after earlier rounds. ``cold``: the heap was just reset, and other data passed
         through the caches.
     registers : int
-        Per thread at most (the launch option ``maxnreg``); 0: as the compiler likes.
+        Per thread at most (the launch option ``maxnreg``); 0: the compiler chooses.
     """
 
     pattern: str
@@ -116,7 +116,7 @@ class Row:
 
     @property
     def live_bytes(self) -> int:
-        """Requested bytes that live at once in the shared heap; 0 where it is not used."""
+        """Requested bytes that are live at a time in the shared heap; 0 where it is not used."""
         if self.allocator == "none" or self.pattern in OWN_HEAP:
             return 0
         if self.pattern == "mixed":
@@ -136,8 +136,8 @@ class Row:
 
     @property
     def child(self) -> str:
-        """Rows of different children are not measured in one process: CUDA's malloc takes its heap
-        for the life of the process, and the heap that rows share is a debug heap or is not."""
+        """Rows of different children are not measured in one process: CUDA's malloc keeps its heap
+        until the process ends, and the heap that rows share is a debug heap or is not."""
         return self.allocator if self.allocator in ("cuda", "debug") else "devalloc"
 
 
@@ -335,7 +335,7 @@ QUICK = frozenset(
         ("frag", 4096, 100_000),
     )
 )
-"""Names of the target rows that show in a minute where one stands."""
+"""Names of the target rows for a first result within a minute."""
 
 
 # Other forms of a row ----------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def run_churn(bench: Bench, row: Row) -> list[Samples]:
         total += counts.sum(1)
     wrong, samples.failures = total.tolist()
     if wrong:
-        raise WrongResult(f"{wrong} words were changed by somebody else")
+        raise WrongResult(f"{wrong} words were changed by another program")
     bench.collect(samples, marks[1:])
     require_values(samples)
     return [samples]

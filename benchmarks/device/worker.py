@@ -117,7 +117,7 @@ def measure(bench: Bench, row: Row) -> list[dict[str, object]]:
         if bench.heap_in_use:
             bench.heap.reset()
         return [failed_record(row, f"{type(error).__name__}: {error}")]
-    except Exception as error:  # the context may be dead: the parent starts another
+    except Exception as error:  # the context may be unusable: the parent starts another
         say({"row": failed_record(row, f"error: {type(error).__name__}: {error}")})
         traceback.print_exc()
         os._exit(DEVICE_LOST)

@@ -1,4 +1,4 @@
-"""The user kernels of every workload: what somebody who uses the heap would write.
+"""The user kernels of every workload: what a user of the heap would write.
 
 Lanes per program (``LANES``) and warps are parameters of the launch. Kernels that allocate by lane
 mask off the lanes beyond ``n``; scalar ones make one request per program. All store the addresses,

@@ -1,4 +1,4 @@
-"""Look for memory accesses out of order: litmus tests of the heap and of what it rests on.
+"""Look for memory accesses out of order: litmus tests of the heap and of what it relies on.
 
     devalloc bench litmus                       # 10**8 hand-overs and instances of each shape
     devalloc bench litmus --blocks 1e6 --no-weakened

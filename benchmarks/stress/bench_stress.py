@@ -1,4 +1,4 @@
-"""Stress the heap: 10**9 mallocs and frees in one run, all blocks verified, all accounts settled.
+"""Stress the heap: 10**9 mallocs and frees in one run, all blocks verified, all counts compared.
 
     devalloc bench stress                          # about 10**9 operations, on a CUDA device
     devalloc bench stress --operations 1e7 --seed 7
@@ -7,8 +7,8 @@
 
 Phases follow one another on the same heap: requests per lane and per program with 1 to 16 warps,
 sizes of 16 B to 1 MiB, zeros and realloc, many streams, CUDA graphs, calls by the host in between,
-blocks freed eight times over, heaps that are full or nearly so. After each phase all that lives is
-verified, the heap audited, and every count compared. Rows go to ``benchmarks/results/stress/``.
+blocks freed eight times over, heaps that are full or nearly so. After each phase all live blocks
+are verified, the heap audited, and every count compared. Rows go to ``benchmarks/results/stress/``.
 
 The run happens in a child process; a phase that hangs or crashes is a violation. The exit status
 is 1 if there was any, and 3 if the budget of seconds ended first: then nothing was found wrong, but
@@ -213,7 +213,7 @@ def main(
     kernels: Path | None,
     device: str,
 ) -> None:
-    """Stress the heap: every block tagged, exchanged, verified; every account settled."""
+    """Stress the heap: every block tagged, exchanged, verified; every count compared."""
     require_device(device)
     stages = plan.scaled(plan.STAGES, phase_seconds)
     if device == "cpu":

@@ -21,7 +21,7 @@ def bytes_of_codes() -> list[int]:
 
 
 def usable_of_codes() -> torch.Tensor:
-    """Bytes that the heap promises, for each size code."""
+    """Usable bytes that the heap guarantees, for each size code."""
     classes = class_of_codes().tolist()
     return torch.tensor([
         CLASS_SIZES[cls] if nbytes <= MAX_SLOT else -(-nbytes // PAGE_BYTES) * PAGE_BYTES

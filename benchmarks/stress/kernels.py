@@ -62,7 +62,7 @@ def code_bytes(code):
 
 @triton.jit
 def usable_bytes(nbytes):
-    """What the heap promises for requests of ``nbytes``: the slot, or whole pages."""
+    """What the heap guarantees for requests of ``nbytes``: the slot, or whole pages."""
     slot = class_bytes(size_class(tl.minimum(nbytes, MAX_SLOT).to(tl.int32))).to(tl.int64)
     pages = ((nbytes - 1) >> PAGE_LOG2) + 1
     return tl.where(nbytes <= MAX_SLOT, slot, pages << PAGE_LOG2)
@@ -249,7 +249,7 @@ def request_index(LANES: tl.constexpr):
 def exchange_and_free(heap, boxes, box, entry, report, STEP: tl.constexpr):
     """Put entries into boxes; verify and free the blocks that were in there. Returns which lanes
     freed one (int64), and the words compared."""
-    # What was written into our blocks comes before whoever takes them out ...
+    # What was written into our blocks comes before any program takes them out ...
     fence(report)
     got = tl.atomic_xchg(boxes + box, entry, sem="relaxed")
     # ... and what others wrote into theirs before our look.
@@ -311,7 +311,7 @@ def realloc_kernel(
     LANES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Each request, ``rounds`` times: take a block out of a box, resize it, verify that its content
-    came along, tag it anew, exchange it for another block, verify and free that."""
+    was copied, tag it again, exchange it for another block, verify and free that."""
     request = request_index(LANES)
     launch = tl.load(tick).to(tl.int32)
     mallocs = (request * 0).to(tl.int64)
@@ -416,5 +416,5 @@ def free_again_kernel(heap, addrs, n, blocks, LANES: tl.constexpr):
 
 @triton.jit
 def poke_kernel(addr, value):
-    """Write one word at an address, whoever owns it: a planted fault."""
+    """Write one word at an address, in a block of any owner: a planted fault."""
     tl.store((tl.load(addr)).to(tl.pointer_type(tl.int64)), value)

@@ -64,7 +64,7 @@ class Phase:
         Steps are captured once, with their streams as branches, and replayed.
     host : bool
         Between steps the host allocates, tags, exchanges, frees, trims and asks sizes, on a stream
-        of its own, and frees addresses that nobody can own.
+        of its own, and frees addresses where no block can start.
     ballast : float
         Of the capacity: held by the host in blocks of 1 MiB during the phase.
     double_frees : int

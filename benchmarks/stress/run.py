@@ -1,7 +1,7 @@
-"""One stress run on one heap: launches, and the settling of accounts after every phase.
+"""One stress run on one heap: launches, and the comparison of all counts after every phase.
 
 What the kernels counted, what the heap counted, what lies in the boxes and what the heap's tables
-say must agree exactly, phase by phase; every block that lives is verified and the heap audited.
+say must agree exactly, phase by phase; every live block is verified and the heap audited.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class Run:
         tick += 1
 
     def phase(self, phase: Phase, operations: int) -> Tally:
-        """Do a phase's steps until it has had its operations or its time; then settle."""
+        """Do a phase's steps until it has had its operations or its time; then compare all
+        counts."""
         self.tally = tally = Tally()
         streams = Streams(self.device, phase.streams)
         ticks = [
@@ -256,7 +257,7 @@ class Run:
         self.host_counters[2] += n
         tally.planted += times * n
 
-    # Settling ---------------------------------------------------------------------------------
+    # Comparing --------------------------------------------------------------------------------
 
     def _verify(self, entries: torch.Tensor) -> torch.Tensor:
         """Verify the blocks of entries, in one launch; their addresses."""
@@ -270,7 +271,7 @@ class Run:
         return addrs
 
     def _settle(self, tally: Tally) -> None:
-        """Compare all accounts, at rest, and begin new ones. Raises Violation."""
+        """Compare all counts, at rest, and start new ones. Raises Violation."""
         self._synchronise()
         entries = self.boxes[self.boxes != 0]
         addrs = self._verify(entries)
@@ -289,7 +290,7 @@ class Run:
             "double frees": (errors[layout.E_DOUBLE_FREE.value], tally.planted),
             "invalid frees": (errors[layout.E_INVALID_FREE.value], self.misaligned),
             "invalid arguments": (errors[layout.E_INVALID_ARGUMENT.value], 0),
-            "blocks that live": (stats.allocations - stats.frees, entries.numel()),
+            "live blocks": (stats.allocations - stats.frees, entries.numel()),
         }
         wrong = [
             f"{name}: the heap says {found}, it was {expected}"
@@ -329,7 +330,8 @@ class Run:
         return found
 
     def _compare_tables(self, entries: torch.Tensor, addrs: torch.Tensor) -> None:
-        """What lives by the boxes lives in the heap: disjoint, as large as promised, by class."""
+        """The blocks in the boxes are live in the heap: disjoint, as large as guaranteed, by
+        class."""
         codes = codes_of(entries)
         usable = usable_of_codes().to(self.device)[codes]
         start, order = addrs.sort()
@@ -391,7 +393,7 @@ class Run:
             )
         whole = self.heap.malloc([self.heap.capacity])
         if whole.tolist() != [self.heap.base]:
-            raise Violation(f"the whole capacity cannot be had in one piece: {whole.tolist()}")
+            raise Violation(f"the whole capacity is not free in one piece: {whole.tolist()}")
         self.heap.free(whole)
         self.heap.audit()
         tally.seconds = clock() - started

@@ -15,14 +15,14 @@ PARTS = {
     "look-up": "finding a cached block of this shape, type and stream",
     "template-data": "a new tensor over the cached storage",
     "weak-reference": "a weak reference to it, which calls back at its end",
-    "three-counts": "whether anybody else refers to the storage",
+    "three-counts": "whether anything else refers to the storage",
     "engine-pair": "the engine: a block split off, and merged again",
     "storage-over-pointer": "a storage over the block",
     "tensor-over-storage": "a tensor over a storage",
     "empty-tensor": "instead: an empty tensor, for `set_`",
     "as-strided": "instead: a view by `as_strided`",
 }
-"""What the parts are, in words, in the order of the shortest way first."""
+"""What the parts are, in the order of the fast path first."""
 
 
 def about(rows: Rows) -> str:
@@ -84,7 +84,7 @@ def pairs_table(rows: Rows) -> str:
 
 
 def parts_table(rows: Rows) -> str:
-    """One line for each part, the shortest way first."""
+    """One line for each part, the fast path first."""
     found = {row["row"].removeprefix("part-"): row for row in rows if row["pattern"] == "part"}
     order = sorted(found, key=[*PARTS, *found].index)
     body = [(PARTS[name], _median(found[name])) for name in order]

@@ -148,8 +148,8 @@ class Results:
         return number(found[column]) if found else math.nan
 
     def value(self, row: str, op: str) -> float:
-        """The number that stands for an operation: a time with the peers' launch in it, the ratio
-        of filling over filling a plain array, the worst span, or the utilisation."""
+        """The number by which an operation is compared: a time with the peers' launch in it, the
+        ratio of filling over filling a plain array, the worst span, or the utilisation."""
         pattern, size, n = row.split("-")
         if pattern == "write":
             plain = self._value(f"write_base-{size}-{n}", op) + self.launch

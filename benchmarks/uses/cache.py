@@ -76,7 +76,7 @@ def attend_kernel(cache, table, lengths, qkv, out, PAGES: tl.constexpr, PAGE: tl
 
 @triton.jit
 def turn_kernel(lengths, targets, turns, sequences, TURNS: tl.constexpr, LANES: tl.constexpr):
-    """Sequences that have their length begin anew; one a lane."""
+    """Sequences that have their length begin again; one a lane."""
     sequence = tl.program_id(0) * LANES + tl.arange(0, LANES)
     there = sequence < sequences
     turn = tl.load(turns + sequence, mask=there, other=0)

@@ -1,4 +1,4 @@
-"""An inverted index while text streams in: lists in a heap; everything sorted anew for each batch;
+"""An inverted index while text streams in: lists in a heap; everything sorted again for each batch;
 or the sorted batch merged into the rows, which are copied. The lists are those of
 ``examples/inverted_index.py``."""
 

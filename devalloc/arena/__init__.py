@@ -14,8 +14,8 @@ from devalloc.errors import DevallocError
 
 if not getattr(sys, "_is_gil_enabled", lambda: True)():
     raise DevallocError(
-        "arenas need the global interpreter lock, which this Python runs without: their promises "
-        "to threads and interrupted calls rest on it; run with PYTHON_GIL=1, or use heaps only"
+        "arenas need the global interpreter lock, which this Python runs without: their guarantees "
+        "to threads and interrupted calls depend on it; run with PYTHON_GIL=1, or use heaps only"
     )
 
 __all__ = ["Arena", "Block", "TorchOutOfMemory"]

@@ -1,7 +1,7 @@
 """`Arena`: a caching allocator for one device, and tensors and heaps in its memory.
 
 A tensor's memory returns with the last reference to its storage, autograd's included; see
-`devalloc.arena.tensors`. The cache of an arena without references lives on until the last tensor is
+`devalloc.arena.tensors`. The cache of an arena without references stays until the last tensor is
 gone.
 """
 
@@ -128,9 +128,9 @@ class Arena(RegionMethods, PytorchMethods, StatisticsMethods, Owner):
 
         PyTorch does not check whether such an allocator failed. When the arena runs out, its error
         is shown as a `devalloc.interop.pluggable.AllocationWarning`, and the tensor gets the
-        address 0. Whatever works with that tensor fails: with RuntimeError, or with CUDA's illegal
-        memory access, after which the process can no longer use the GPU. A program that is to
-        survive running out of memory needs `use`, where it is a ``torch.OutOfMemoryError``.
+        address 0. Any operation on that tensor fails: with RuntimeError, or with CUDA's illegal
+        memory access, after which the process can no longer use the GPU. A program that must
+        continue after running out of memory needs `use`, where it is a ``torch.OutOfMemoryError``.
 
         Raises
         ------
@@ -382,7 +382,7 @@ class Arena(RegionMethods, PytorchMethods, StatisticsMethods, Owner):
         ------
         DoubleFree
             If the block was freed before. Nothing has changed then, even if its address was given
-            out anew.
+            out again.
         InvalidArgument
             If it is not a block of this arena.
 
@@ -419,7 +419,7 @@ class Arena(RegionMethods, PytorchMethods, StatisticsMethods, Owner):
         return Heap(capacity, device=self.device, source=_ArenaSource(self))
 
     def record_stream(self, what: torch.Tensor | Block, stream: torch.cuda.Stream | int) -> None:
-        """Say that ``stream`` also uses a tensor's memory or a block.
+        """Record that ``stream`` also uses a tensor's memory or a block.
 
         When the memory is freed, it becomes available only after ``stream`` has done the work that
         is queued there at that time. Use this and not ``Tensor.record_stream``, which does nothing
@@ -479,10 +479,10 @@ class Arena(RegionMethods, PytorchMethods, StatisticsMethods, Owner):
         return self._regions.graph_pool()
 
     def capture(self, pool: PrivatePool) -> AbstractContextManager[None]:
-        """To be put around a capture: within it this thread's allocations come from ``pool``.
+        """A context for a capture: within it this thread's allocations come from ``pool``.
 
-        Meanwhile nothing is queried, waited for, or given back to the source. The pool keeps its
-        memory until its last `PrivatePool.release`.
+        Meanwhile the arena queries no event, waits for nothing, and gives nothing back to the
+        source. The pool keeps its memory until its last `PrivatePool.release`.
 
         Raises
         ------
@@ -514,7 +514,7 @@ class Arena(RegionMethods, PytorchMethods, StatisticsMethods, Owner):
 
         A buffer belongs to the stream it was allocated on. If it is closed on another stream, its
         memory is reused only after the work that was queued on that stream before. Buffers keep the
-        arena alive. Where there is a GPU, cuda.core wants a current device for buffers of host
+        arena alive. Where there is a GPU, cuda.core needs a current device for buffers of host
         memory too: call ``cuda.core.Device().set_current()`` first.
 
         Raises
@@ -533,7 +533,8 @@ class Arena(RegionMethods, PytorchMethods, StatisticsMethods, Owner):
 
     @property
     def cache(self) -> Cache:
-        """The cache below, for everything that has no method here: history, callbacks, streams."""
+        """The cache under this arena, for what has no method here: history, callbacks,
+        streams."""
         return self._cache
 
     def set_limit(self, limit: int | str | float | None) -> None:
@@ -573,8 +574,8 @@ class _ArenaSource:
         arena = self._arena
         address = arena._malloc(nbytes, arena._owner(stream))
         arena._regions.heaps.add(address)
-        # A heap takes its data first. What comes then says what is allocated, and without that the
-        # heap would be lost: it is backed up whatever the region does with contents.
+        # A heap takes its data first. Its later segments record what is allocated, and without them
+        # the heap would be lost: it is always backed up, even in a region without backups.
         if self._has_data and arena._regions.region_at(address) is not None:
             arena._cache.private.set_rule(address, "backup")
         self._has_data = True

@@ -24,7 +24,7 @@ _CLAIMS = itertools.count(1)
 
 
 class BlockSource(Protocol):
-    """An arena, as its blocks and other libraries see it; `devalloc.Arena` has the words."""
+    """An arena, as its blocks and other libraries see it; `devalloc.Arena` documents it."""
 
     device: torch.device
 
@@ -49,7 +49,7 @@ class Block(Owner):
         self.arena = arena
         self.address = 0
         self.nbytes = 0
-        # Only who shows it to the cache can free the memory.
+        # Only a call that passes it to the cache can free the memory.
         self.claim = next(_CLAIMS)
         # Whether it needs no free (any more). The cache decides; this is for blocks of no bytes,
         # and for the warning.

@@ -114,6 +114,6 @@ def resolve_stream(stream: int, device: torch.device) -> int:
     if stream == _PER_THREAD_DEFAULT:
         raise InvalidArgument(
             "the per-thread default stream (handle 2) is another stream in each thread, which an "
-            "arena cannot tell apart; use a stream that was created, or the default stream 0"
+            "arena cannot distinguish; use a stream that was created, or the default stream 0"
         )
     return 0 if stream == LEGACY_DEFAULT else stream

@@ -36,10 +36,10 @@ class PytorchMethods:
         Tensors may outlive all of these: their segments then return with the next `empty_cache` or
         ``torch.cuda.empty_cache`` after the tensors are gone.
 
-        A backward pass runs on this thread too, and its gradients live in the arena: meanwhile
-        PyTorch does not use its worker threads for this thread, because their allocations would not
-        come from the arena. So in a backward pass over several devices the devices take turns.
-        Other threads, those of data loaders for instance, still allocate from PyTorch.
+        A backward pass runs on this thread too, and its gradients are allocated in the arena:
+        meanwhile PyTorch does not use its worker threads for this thread, because their allocations
+        would not come from the arena. So in a backward pass over several devices the devices take
+        turns. Other threads, those of data loaders for instance, still allocate from PyTorch.
 
         One thread at a time may be inside, for one arena; it may enter again for the same arena.
         Inside a `region`, PyTorch's memory belongs to that one and sleeps with it; one `use` inside

@@ -1,4 +1,4 @@
-"""What `devalloc.Arena` tells of itself, under the names of ``torch.cuda``."""
+"""What `devalloc.Arena` reports about itself, under the names of ``torch.cuda``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StatisticsMethods:
         self._cache.reset_peaks()
 
     def memory_summary(self) -> str:
-        """A text with the statistics that people look at, and a picture of the memory."""
+        """Text with the most useful statistics, and a picture of the memory."""
         stats = self.stats()
         lines = [f"{self!r}", f"{'':20}{'current':>12}{'peak':>12}{'allocated':>12}{'freed':>12}"]
         for name in ("allocated", "active", "reserved", "requested", "inactive_split"):

@@ -3,16 +3,16 @@
 To make a storage over foreign memory and a tensor over it costs as much as the cache's allocation.
 So both are kept for the length of a `Stay`, as a *template*: ``template.data`` is a new tensor of
 the same memory, shape and type, without history. The end of a tensor calls back. If nothing but the
-stay refers to the storage then (no view, nothing that autograd saved), the block is parked with its
-template, and the next equal request takes both. Otherwise the template is dropped, and the end of
-the storage, whatever holds it last, frees the block.
+stay refers to the storage then (no view, nothing that autograd saved), the block is kept for reuse
+with its template, and the next equal request takes both. Otherwise the template is dropped, and the
+end of the storage, whatever holds it last, frees the block.
 
-Three counts tell whether anything else refers to the storage: references from C++, references from
+Three counts show whether anything else refers to the storage: references from C++, references from
 Python, and weak references from Python. Their values when nothing else does are measured for each
 new template and not assumed from a version of PyTorch. A tensor that is ending is still counted,
 unless it was moved to another storage (``set_``, ``tensor.data = ...``); then another holder of
-this storage would be taken for the ending tensor. So the counts are read again before a parked
-block is handed out or freed, when the tensor is really gone.
+this storage would be mistaken for the ending tensor. So the counts are read again before a kept
+block is reused or freed, when the tensor is really gone.
 
 The storage may also no longer lie over the block: ``share_memory_`` replaces its contents.
 """
@@ -156,7 +156,7 @@ class TensorStay(Stay):
     def _await_others(self) -> None:
         """Leave the block to the end of the storage."""
         self._watch = weakref.ref(self._storage, self._gone)
-        # If nobody else refers to the storage, this line calls `_gone`.
+        # If nothing else refers to the storage, this line calls `_gone`.
         self._template = self._storage = None
 
     def vacate(self) -> bool:

@@ -1,7 +1,7 @@
 """Do something for all items although it fails for some, and do what finalizers asked for.
 
 A finalizer may ask for something in the middle of another call; it is done when that call is over.
-By then nobody waits for the result, and the interrupted call has nothing to do with it. So errors
+By then no caller waits for the result, and the interrupted call is unrelated to it. So errors
 go where Python sends those of finalizers, to `sys.unraisablehook`.
 """
 

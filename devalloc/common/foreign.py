@@ -1,4 +1,4 @@
-"""Reading bytes that somebody else wrote: every failure becomes an `InvalidArgument`."""
+"""Reading bytes that another program wrote: every failure becomes an `InvalidArgument`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from devalloc.errors import InvalidArgument
 
 @contextlib.contextmanager
 def refusing(what: str, path: Path | None = None) -> Iterator[None]:
-    """Turn whatever reading foreign bytes raises into an `InvalidArgument` that says why.
+    """Turn any error from reading foreign bytes into an `InvalidArgument` that says why.
 
     Libraries raise nearly anything when the bytes they read are damaged, so no list of exceptions
     would be complete. Failures of the machine, OSErrors with a number, pass unchanged.

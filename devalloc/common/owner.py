@@ -14,6 +14,6 @@ class Owner:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise InvalidArgument(
-            f"a {type(self).__name__} stands for memory of its own: it cannot be copied or "
+            f"a {type(self).__name__} owns memory: it cannot be copied or "
             "pickled; share the object, or make another"
         )

@@ -83,7 +83,7 @@ def copy_lists(source, target, length, LANES: tl.constexpr):
 @triton.jit
 def contains(sorted_ptr, low, high, value):
     """Whether ``value`` is among the ascending int32 at ``[low, high)`` of a tensor that does not
-    change; lanes with an empty range say no."""
+    change; lanes with an empty range return false."""
     end = high
     left = tl.max(high - low, axis=0)
     while left > 0:
@@ -254,7 +254,7 @@ class AdjacencyLists:
     Parameters
     ----------
     heap : devalloc.Heap
-        Where the lists live. It must outlive them.
+        Where the lists are allocated. It must outlive them.
     vertices : int
         Number of lists.
     lanes : int, optional
@@ -268,7 +268,7 @@ class AdjacencyLists:
     def __init__(self, heap: Heap, vertices: int, lanes: int | None = None) -> None:
         self.heap = heap
         self.vertices = vertices
-        # The interpreter's cost is per operation, whatever its width; a GPU wants many programs.
+        # The interpreter's cost is per operation, at any width; a GPU needs many programs.
         self.lanes = lanes or (MAX_LANES if heap.device.type == "cpu" else 256)
         if not MIN_LANES <= self.lanes <= MAX_LANES or self.lanes & (self.lanes - 1):
             raise InvalidArgument(

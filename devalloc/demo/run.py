@@ -324,7 +324,7 @@ def explanation(steps: Sequence[Step]) -> list[str]:
 
 MORE_PAGES = (
     "more pages after deleting: a list that shrinks moves to a smaller block before its old one is "
-    "freed, and a page stays as long as any block in it lives"
+    "freed, and a page stays as long as any block in it is live"
 )
 
 
@@ -347,5 +347,5 @@ def notes(steps: Sequence[Step]) -> list[str]:
 
 
 def caption(steps: Sequence[Step]) -> str:
-    """What somebody who sees only the picture would wonder about."""
+    """What a reader of the picture alone needs to know."""
     return MORE_PAGES if steps[1].in_pages > steps[0].in_pages else ""

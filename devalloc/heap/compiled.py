@@ -1,10 +1,10 @@
 """Launching kernels that use a heap from code under ``torch.compile``.
 
-Left alone, torch.compile rewrites a launch: it looks for what the kernel writes, and drops a kernel
-that seems to write nothing, such as one that stores through addresses that it loaded. Here a launch
-becomes an operator of PyTorch's that torch.compile does not look into. Its schema says what it
-writes, and a heap counts as written. So no launch is dropped, and launches on one heap keep their
-order, those that only read its blocks too.
+By default, torch.compile rewrites a launch: it looks for what the kernel writes, and removes a
+kernel that seems to write nothing, such as one that stores through addresses that it loaded. Here a
+launch becomes an operator of PyTorch's that torch.compile does not look into. Its schema says what
+it writes, and a heap counts as written. So no launch is dropped, and launches on one heap keep
+their order, those that only read its blocks too.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _define(function: Callable[..., None], written: Sequence[str]) -> Callable[.
 
 
 def mark_static(handle: torch.Tensor) -> None:
-    """Tell torch.compile that a tensor stays where it is: CUDA graphs of compiled code may write
+    """Mark a tensor as static for torch.compile: CUDA graphs of compiled code may write
     it, and do not copy it. With another handle they are recorded again."""
     # `torch._dynamo.mark_static_address` does this and no more, but its import takes a second.
     handle._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]

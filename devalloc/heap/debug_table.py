@@ -28,7 +28,7 @@ from devalloc.sizes import MAX_SLOT, PAGE_BYTES
 from devalloc.sources import Segment, Source
 
 OWN_TAGS = 256
-"""Tags below are the user's own numbers; names get those from here on."""
+"""Smaller tags are the user's own numbers; names get numbers from here on."""
 
 GUARD_BYTES = 32
 """What a block takes, at least, beside what was asked for: see ``table.padded_size``."""
@@ -36,7 +36,7 @@ GUARD_BYTES = 32
 _ENTRY = table.ENTRY_WORDS.value
 _CELLS = table.PAGE_CELLS.value
 _NEIGHBOUR_BYTES = 64
-# Blocks are wide in the interpreter, where a program costs the same whatever its width.
+# Blocks are wide in the interpreter, where a program costs the same at any width.
 _AUDIT_CELLS = 1024 if INTERPRETED else 128
 _FINDERS = ("free", "malloc", "realloc", "audit", "pointer", "gather", "scatter")
 _KINDS: dict[int, type[DevallocError]] = {
@@ -67,11 +67,11 @@ class Fault:
         The tag of the block's owner, a name or a number; empty if there is none.
     found_by : str
         "free", "malloc", "realloc", "audit", "pointer", "gather" or "scatter"; an ordinary heap
-        does not tell the last two apart.
+        does not distinguish the last two.
     program : int
         The program of the launch that found the error, which may not be the one that made it.
     message : str
-        All this in a sentence.
+        All of this as text.
     """
 
     kind: type[DevallocError]
@@ -133,7 +133,7 @@ class Tags:
         return tag
 
     def name(self, number: int) -> str:
-        """The text that stands for a tag in messages; empty for 0."""
+        """The text for a tag in messages; empty for 0."""
         return self._names.get(number, str(number) if number else "")
 
 
@@ -214,7 +214,7 @@ class DebugTable:
             if at == 0:
                 text += "malloc gave no memory; mask with addr != 0"
             elif not block:
-                text += "no block lives there"
+                text += "there is no live block"
             elif not word >> table.LIVE_SHIFT.value & 15:
                 text += f"the {owner}, allocated {age:.3g} s ago) was freed"
             elif at == block:
@@ -243,7 +243,7 @@ class DebugTable:
         return Fault(error, at, block, size, tag, found_by, program, text)
 
     def _neighbour(self, at: int, block: int, tags: Tags) -> str:
-        """In words, the block whose owner may have written to ``at``, just outside ``block``."""
+        """Text: the block whose owner may have written to ``at``, just outside ``block``."""
         near = self._page_blocks(at)
         if at < block:
             ends = near.address + near.size
@@ -264,7 +264,7 @@ class DebugTable:
         )
 
     def _inside(self, at: int, tags: Tags) -> str:
-        """In words, the live block that ``at`` is inside of."""
+        """Text: the live block that ``at`` is inside of."""
         if not 0 <= at - self.base < self.pages * PAGE_BYTES:
             return ""
         near = self._page_blocks(at)

@@ -1,4 +1,4 @@
-"""Which device a heap lives on, and launching there."""
+"""Which device a heap is on, and launching there."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     if INTERPRETED:
         if wanted.type != "cpu":
             raise InvalidArgument(
-                f"under Triton's interpreter a heap lives on the CPU, not on {wanted}; unset "
+                f"under Triton's interpreter a heap is on the CPU, not on {wanted}; unset "
                 "TRITON_INTERPRET before Triton is imported to use the GPU"
             )
         return torch.device("cpu")
     if wanted.type != "cuda":
         raise InvalidArgument(
-            f"a heap for compiled kernels lives on a CUDA device, not on {wanted}; to run on the "
+            f"a heap for compiled kernels is on a CUDA device, not on {wanted}; to run on the "
             "CPU set TRITON_INTERPRET=1 before Triton is imported"
         )
     if not torch.cuda.is_available():

@@ -41,7 +41,7 @@ from devalloc.sources.names import NAMES, named_source
 __all__ = ["Heap", "Snapshot", "Stats"]
 
 _MAX_PAGES = 1 << 23
-# Blocks are wide in the interpreter, where a program costs the same whatever its width.
+# Blocks are wide in the interpreter, where a program costs the same at any width.
 _BLOCK = 1024 if INTERPRETED else 128
 
 _CLOSED = "the heap is closed"
@@ -63,8 +63,8 @@ class Heap(Owner):
     Parameters
     ----------
     capacity : int or str
-        Bytes, or text such as ``"256MiB"``; rounded down to whole pages of 64 KiB. The heap's
-        own state lies elsewhere and takes 0.8 to 1 % more from 4 MiB on, 1.5 % for 1 MiB, and
+        Bytes, or text such as ``"256MiB"``; rounded down to whole pages of 64 KiB. The heap's own
+        state is stored elsewhere and takes 0.8 to 1 % more from 4 MiB on, 1.5 % for 1 MiB, and
         8 to 15 KiB for a heap of less.
     device : torch.device, str or int, optional
         A CUDA device, or the CPU under Triton's interpreter. Default: the current CUDA device,
@@ -90,14 +90,14 @@ class Heap(Owner):
     -----
     Use it in a ``with`` block: at the end of the block recorded errors are raised and the heap is
     closed. Making a heap does not synchronise beyond what the source does: the heap is ready for
-    the current stream, and for other streams once they have waited for that one. Methods that
+    the current stream, and for other streams once they wait for that one. Methods that
     read the heap (`check`, `faults`, `leaks`, `stats`, `audit`, `snapshot`) wait for the device
     first, and so do `reset`, `clear_errors` and `close`. A heap that is dropped without `close`
     gives its memory back when its last handle and its last tensor are gone. It belongs to one
     process, and can be neither copied nor pickled.
     """
 
-    @torch.inference_mode(False)  # or nobody could write the handle outside of inference mode
+    @torch.inference_mode(False)  # or no code could write the handle outside of inference mode
     def __init__(
         self,
         capacity: int | str,
@@ -143,7 +143,7 @@ class Heap(Owner):
         self._refusal_at = getattr(source, "refusal_at", None)
         self._data: Segment | None = data
         self._handle = self._control.view().view(torch.int64)
-        # What kernels get. By its type they know a debug heap.
+        # What kernels get. Its type marks a debug heap.
         self._argument = self._handle if self._debug is None else self._handle.view(torch.uint64)
         mark_static(self._argument)
         self._initialise()
@@ -159,7 +159,7 @@ class Heap(Owner):
     def handle(self) -> torch.Tensor:
         """The argument to pass to kernels: an int64 tensor on the heap's device.
 
-        A debug heap's is a uint64 tensor: by the type a kernel knows that the heap is one.
+        A debug heap's is a uint64 tensor: a kernel knows a debug heap by this type.
 
         Raises
         ------
@@ -184,7 +184,7 @@ class Heap(Owner):
             return refusal
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
             return (
-                f"the heap lives on {self.device}, but kernels are launched on the current device "
+                f"the heap is on {self.device}, but kernels are launched on the current device "
                 f"cuda:{torch.cuda.current_device()}; launch inside torch.cuda.device("
                 f"{self.device.index})"
             )
@@ -378,7 +378,7 @@ class Heap(Owner):
         )
         if error is DoubleFree:
             return (
-                f"double free of {address:#x} ({place}) {where}: nothing lives there; it was "
+                f"double free of {address:#x} ({place}) {where}: there is no live block; it was "
                 "freed before or never allocated"
             )
         if error is InvalidFree:
@@ -397,8 +397,8 @@ class Heap(Owner):
             if address == 0:
                 return f"{what}: malloc gave no memory there; give such rows the length 0"
             return (
-                f"{what}: no block of so many bytes lives there; it was freed, never allocated, or "
-                "is smaller"
+                f"{what}: no live block of so many bytes is there; it was freed, never allocated, "
+                "or is smaller"
             )
         if address == layout.IN_ROWS.value:
             if size < 0:
@@ -494,13 +494,13 @@ class Heap(Owner):
         self._launch(upkeep.free_kernel, self._requests(addrs, "addrs"))
 
     def usable_size(self, addrs: torch.Tensor | Sequence[int] | int) -> torch.Tensor:
-        """Usable bytes of each block, 0 where none lives. One launch; does not synchronise."""
+        """Usable bytes of each block, 0 where there is none. One launch; does not synchronise."""
         addrs = self._requests(addrs, "addrs")
         sizes = torch.empty_like(addrs)
         self._launch(upkeep.usable_size_kernel, addrs, sizes)
         return sizes
 
-    @torch.inference_mode(False)  # or nobody could write the tensor outside of inference mode
+    @torch.inference_mode(False)  # or no code could write the tensor outside of inference mode
     def tensor(
         self, addr: int | torch.Tensor, shape: int | Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
@@ -510,13 +510,13 @@ class Heap(Owner):
         tensor. The tensor does keep the heap's memory as a whole from being given back.
 
         A tensor without elements needs no allocation: any address will do, also the 0 that malloc
-        gave for 0 bytes, and nothing is waited for.
+        gave for 0 bytes, and the call does not wait.
 
         Raises
         ------
         InvalidArgument
-            If nothing lives at ``addr``, if the block is too small, or if an argument is not an
-            address, a shape or a type.
+            If there is no live block at ``addr``, if the block is too small, or if an argument is
+            not an address, a shape or a type.
         """
         dims = sizes_of(shape)
         require_dtype(dtype)
@@ -562,8 +562,8 @@ class Heap(Owner):
         dtype : torch.dtype
             What the blocks hold.
         total : int, optional
-            How many elements ``values`` has; the sum of the lengths, or more, and then nothing is
-            said of the rest. Needed only to avoid waiting.
+            How many elements ``values`` has; the sum of the lengths, or more, and then the rest is
+            undefined. Needed only to avoid waiting.
 
         Returns
         -------
@@ -581,10 +581,10 @@ class Heap(Owner):
         Notes
         -----
         One launch on the current stream, after a prefix sum. If the lengths are on the CPU, or with
-        ``total``, nothing is waited for; otherwise the call waits for the lengths. Recorded (see
+        ``total``, the call does not wait; otherwise the call waits for the lengths. Recorded (see
         `check`) are as InvalidPointer blocks that are not live or smaller than their row, which
         becomes zeros; and as InvalidArgument, for lengths on a device, negative ones (``values`` is
-        worth nothing then), and a ``total`` that is too small (what has no room is left out).
+        undefined then), and a ``total`` that is too small (what has no room is left out).
         """
         known = host_rows.known_total(total)
         require_dtype(dtype)
@@ -608,7 +608,7 @@ class Heap(Owner):
         offsets: torch.Tensor,
         addrs: torch.Tensor | Sequence[int],
     ) -> None:
-        """Copy rows of one tensor into blocks: the way back from `gather`.
+        """Copy rows of one tensor into blocks: the inverse of `gather`.
 
         Parameters
         ----------
@@ -643,7 +643,7 @@ class Heap(Owner):
     def trim(self) -> None:
         """Give cached empty pages back to the page level. One launch; does not synchronise.
 
-        Never needed for correctness: a malloc that finds no memory does the same by itself.
+        Never needed for correctness: a malloc that finds no memory does the same.
         """
         self._require_open()
         batches, places = self._geometry.batches, self._geometry.places

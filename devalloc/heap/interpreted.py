@@ -22,7 +22,7 @@ from devalloc.kernels import target
 # Linux maps nothing below.
 _LEAST_ADDRESS = 1 << 16
 
-# The interpreter's ways to memory: what it does there, and which arguments are pointers and mask.
+# The interpreter's functions for memory: what each does, and which arguments are pointers and mask.
 _ACCESSES = {
     "create_masked_load": ("load from", 0, 1),
     "create_masked_store": ("store to", 0, 2),
@@ -63,7 +63,7 @@ def _raise_for_null(what: str, pointers: Any, low: Any) -> NoReturn:
     lane = int(low.ravel().argmax())
     address = int(pointers.ravel()[lane])
     raise InvalidPointer(
-        f"{what} address {address:#x}{_lane(lane, pointers.size)} {_where()}: no memory is there; "
+        f"{what} address {address:#x}{_lane(lane, pointers.size)} {_where()}: there is no memory; "
         "after a malloc that may fail, mask with addr != 0"
     )
 
@@ -80,7 +80,7 @@ def _raise_for_pointer(
         left = block + have - addr
         found = f"the block of {have} bytes at {block:#x} has only {left} bytes there"
     else:
-        found = "no block lives there: it was freed, or none was ever allocated"
+        found = "there is no live block: it was freed, or never allocated"
     offset = f" (offset {addr - base:#x} of the heap)" if addr >= base else ""
     raise InvalidPointer(f"pointer to {at}{offset}{_lane(lane, lanes)} {_where()}: {found}")
 
@@ -101,7 +101,7 @@ def _lane(lane: int, lanes: int) -> str:
 
 
 def _where() -> str:
-    """The program that runs and the line of the user's kernel that it is at, in words."""
+    """Text: the program that runs, and the line of the user's kernel that it is at."""
     x, y, z = interpreter_builder.grid_idx
     width, height, _ = interpreter_builder.grid_dim
     program = f"in program {x + width * (y + height * z)}"

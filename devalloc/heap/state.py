@@ -124,7 +124,7 @@ class Geometry:
     @staticmethod
     def of(pages: int) -> Geometry:
         stripes = min(64, max(1, 1 << (pages // 32).bit_length() >> 1))
-        # (A power of two, because hints tell of runs of such lengths.)
+        # (A power of two, because hints describe runs of such lengths.)
         share = max(1, pages // (stripes * 4))
         max_batch = min(layout.MAX_BATCH.value, 1 << share.bit_length() - 1)
         return Geometry(pages, stripes, max_batch)
@@ -229,7 +229,7 @@ def initialise(control: torch.Tensor, geometry: Geometry, base: int) -> None:
 
 
 def retire(control: torch.Tensor) -> None:
-    """Make a control block that of a heap in which nothing lives and nothing is free.
+    """Write a control block without live blocks and without free memory.
 
     Done on the current stream. In kernels that still have the handle, malloc then returns 0 and
     every free is a wrong free.
@@ -403,7 +403,7 @@ class State:
         """Check H1 to H4; raise CorruptionError naming the invariant and a page."""
         if self.in_hand():
             raise CorruptionError(
-                f"H2: {self.in_hand()} programs hold memory in hand: the heap is not at rest. "
+                f"H2: {self.in_hand()} programs are moving memory: the heap is not at rest. "
                 "Wait for the kernels that use it; if none runs, one was killed inside malloc or "
                 "free, and only Heap.reset helps"
             )
@@ -440,7 +440,7 @@ class State:
         self._fail_at(self.shelved > self.page_taken, "H1: pages on the shelf with another owner")
         if self.misfits:
             raise CorruptionError(
-                f"H4: {self.misfits} pages on the shelf are not what is said of them"
+                f"H4: {self.misfits} pages on the shelf are not of the recorded kind"
             )
         shelved = self._shelved_counted()
         if shelved != int(self.shelved.sum()):

@@ -2,7 +2,7 @@
  * Python callables as the C functions of a PyTorch allocator. bridge.py compiles this and says why.
  *
  * PyTorch calls on any thread, with the GIL or without it, and also while a Python exception is
- * pending: an operation that fails drops its temporary tensors before anybody handles its error.
+ * pending: an operation that fails drops its temporary tensors before any code handles its error.
  * `call` sets that exception aside, for Python code cannot run with it, and is the only way from
  * here into Python.
  *
@@ -132,7 +132,7 @@ static unsigned long long integer(const void *address)
  * priorities are hashes of addresses: finding, adding and removing take O(log n). Blocks that are not
  * free are found by their address, and plans (the size and the pool of a request, which Python has
  * told) by the rounded request, in open-addressed tables with linear probing. Deleting moves later
- * entries up, so nothing dead stays in a table. */
+ * entries up, so no deleted entry stays in a table. */
 
 enum { MAX_DEVICES = 64, LOG_ROWS = 1 << 15, ROWS_OF_A_CALL = 4, MAX_PLANS = 1 << 16 };
 
@@ -773,7 +773,7 @@ static PyObject *front_read_log(PyObject *module, PyObject *arguments)
     PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(rows * sizeof *front->log));
     if (bytes == NULL || rows == 0)
         return bytes;
-    /* Only those, in case that others come meanwhile. (The GIL is held: nobody else reads any.) */
+    /* Only those, in case that others come meanwhile. (The GIL is held: no other thread reads any.) */
     pthread_mutex_lock(&front->mutex);
     memcpy(PyBytes_AS_STRING(bytes), front->log, rows * sizeof *front->log);
     memmove(front->log, front->log + rows, (front->rows - rows) * sizeof *front->log);
@@ -905,7 +905,7 @@ static PyObject *connect(PyObject *module, PyObject *arguments)
     if (!PyArg_ParseTuple(arguments, "kOOOO:connect", &main_thread, &malloc_callable,
                           &free_callable, &record_stream_callable, &reset_callable))
         return NULL;
-    /* For ever: PyTorch may call at any time. */
+    /* Never released: PyTorch may call at any time. */
     Py_INCREF(malloc_callable);
     Py_INCREF(free_callable);
     Py_INCREF(record_stream_callable);

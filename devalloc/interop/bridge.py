@@ -3,9 +3,9 @@
 PyTorch may free a tensor while a Python exception is pending: when an operation on a temporary
 fails, the interpreter drops the temporary before anything handles the error. Callbacks made by
 ctypes do not work then. Python code that runs with an exception set fails at its first call into C,
-so the block is lost, and the error that ctypes makes of that replaces the exception that was on its
-way. So the functions are real C functions, in ``bridge.c``, which sets the exception aside and puts
-it back.
+so the block is lost, and the error that ctypes makes of that replaces the pending
+exception. So the functions are real C functions, in ``bridge.c``, which sets the exception aside
+and puts it back.
 
 The file is compiled at run time, when it is first needed, by the compiler that Triton uses for its
 launchers, and kept in Triton's cache: a machine that launches kernels has all that it takes.

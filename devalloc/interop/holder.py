@@ -1,4 +1,4 @@
-"""An arena block that lives as long as a Python object, for other libraries to hold."""
+"""An arena block that exists as long as a Python object, for other libraries to hold."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """An arena as PyTorch's CUDA allocator for the whole process: what `devalloc.Arena.install` does.
 
-PyTorch then calls for every tensor and does not cache: the arena does. While nothing unusual is
-going on, a front (`bridge.Front`) serves from C; other calls enter Python.
+PyTorch then calls for every tensor and does not cache: the arena does. In the usual state
+a front (`bridge.Front`) serves from C; other calls enter Python.
 PyTorch holds no lock of its own while it calls, so a callback may wait for the cache's lock, and
 the cache notes a free that interrupts it. The allocator cannot be changed back, and the callbacks
 live as long as the process.
@@ -112,7 +112,7 @@ def _hook(allocator: Any, name: str, function: int) -> None:
     set_hook = getattr(allocator, name, None)
     if set_hook is None:
         raise DevallocError(
-            f"PyTorch {torch.__version__} cannot tell an allocator what it needs to know: {name} "
+            f"PyTorch {torch.__version__} does not pass an allocator what it needs: {name} "
             "is missing; use a CUDA build from 2.11 on"
         )
     set_hook(function)
@@ -162,7 +162,7 @@ def serve(cache: Cache, owner: object, front: bool = True) -> None:
     index = cache.source.device.index
     policy = cache.policy
     if front and policy.front_rule is not None:
-        functions()  # or the front has nothing to be a part of
+        functions()  # or no arena would own the front
         cache.loan.attach(bridge.Front("install", index, policy.unit, policy.zero_is_null))
     _INSTALLED.owners.append(owner)
     _INSTALLED.caches[index] = cache

@@ -1,15 +1,15 @@
 """PyTorch's own allocations on an arena's source: what `devalloc.Arena.use` does.
 
 PyTorch's caching allocator keeps its blocks and asks two callbacks for segments only. It calls them
-while it holds its own lock, and they need the GIL, so they must not wait for a thread that may want
+while it holds its own lock, and they need the GIL, so they must not wait for a thread that may need
 either. They use `devalloc.arena.store.external.External`, which takes no lock, and nothing else of
 the cache.
 
-One pair of callbacks serves the whole process and is never given up: a segment may come back long
+One pair of callbacks serves the whole process and is never released: a segment may come back long
 after its pool and its arena are gone. The address tells which arena gave it.
 
-PyTorch's functions for pools take the allocator's lock and keep the GIL. If one met a callback of
-another thread, which has the lock and wants the GIL, both would wait for ever. So only one thread
+PyTorch's functions for pools take the allocator's lock and keep the GIL. If a callback of another
+thread has the lock and waits for the GIL at that time, that is a deadlock. So only one thread
 at a time may be inside `Pool.use`, and pools are made and dropped under the same claim.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from devalloc.arena.regions.outside import Outside
     from devalloc.sources import Source
 
-# Long enough for a callback of another thread to end; nobody waits for another use() to end.
+# Long enough for a callback of another thread to end; no thread waits for another use() to end.
 _CLAIM_WAIT_S = 0.1
 
 
@@ -85,7 +85,8 @@ def _free(address: int, nbytes: int, device: int, stream: int) -> None:
     try:
         if address == 0:
             return
-        # Under the claim, a finalizer that interrupts this cannot drop a pool in PyTorch's midst.
+        # Under the claim, a finalizer that interrupts this cannot drop a pool while PyTorch changes
+        # it.
         alone = _PROCESS.claim.acquire(blocking=False)
         try:
             _PROCESS.givers.pop(address).free(address)
@@ -115,7 +116,7 @@ def custom_allocator(functions: bridge.Functions) -> Any:
 
 @cache
 def _torch_allocator() -> Any:
-    """PyTorch's allocator object over the callbacks; it lives as long as they do."""
+    """PyTorch's allocator object over the callbacks; it exists as long as they do."""
     return custom_allocator(functions())
 
 
@@ -268,7 +269,7 @@ class Pool:
             _PROCESS.forsaken.append(self._pool)
             self._pool = None
             with claimed():
-                pass  # which drops what is forsaken
+                pass  # which drops what is no longer used
 
     def empty(self) -> int:
         """Give back all segments without live tensors; returns their bytes.

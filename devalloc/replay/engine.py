@@ -119,7 +119,7 @@ def replay(
     name : str
     capacity : int, optional
         Bytes of the simulated device. Default: no limit. Allocations that do not fit fail, and the
-        replay goes on as if the program had done without them.
+        replay goes on as if the program had not made them.
     clock : callable
         Gives the time in seconds.
 

@@ -29,7 +29,7 @@ REQUIRED = ("Action", "Pointer", "Size")  # of a log
 
 
 def load_trace(path: str | Path, device: int | None = None) -> Trace:
-    """Read a trace of any of the three kinds, which are told apart by their content.
+    """Read a trace of any of the three kinds, distinguished by their content.
 
     Parameters
     ----------

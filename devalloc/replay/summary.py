@@ -62,12 +62,12 @@ def replay_table(replays: Sequence[Replay]) -> Table:
 
 
 def require_room(trace: Trace, replays: Sequence[Replay], capacity: int | None) -> str:
-    """A line about allocations that failed for want of room, or nothing.
+    """A line about allocations that failed because there was no room, or nothing.
 
     Raises
     ------
     OutOfMemory
-        If some policy could not serve a single allocation: its row says nothing then.
+        If some policy could not serve a single allocation: its row means nothing then.
     """
     failed = [each for each in replays if each.failures]
     if capacity is None or not failed:

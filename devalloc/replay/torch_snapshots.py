@@ -41,9 +41,9 @@ def snapshot_trace(
     """The trace of one device in a snapshot.
 
     A block counts as live until ``free_completed``: until then no allocator may use its memory
-    again. What lived before the first event follows from the events and from the segments, which
-    tell what lives after the last event. Memory of private pools (CUDA graphs) is treated like all
-    other memory.
+    again. What was live before the first event follows from the events and from the segments, which
+    show what is live after the last event. Memory of private pools (CUDA graphs) is treated like
+    all other memory.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """What a program did with memory: allocations and frees in order, without addresses.
 
-Traces begin and end in the middle of a program. A block that lived before the first event is known
-from its free, or from a list of what lived at the end; such blocks are allocated before everything
-else.
+Traces begin and end in the middle of a program. A block that was live before the first event is
+known from its free, or from a list of what was live at the end; such blocks are allocated before
+everything else.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Trace:
     Attributes
     ----------
     events : tuple of Event
-        The first ``live_at_start`` of them allocate what lived before the recording.
+        The first ``live_at_start`` of them allocate what was live before the recording.
     recorded : Recorded, optional
         What the recorded allocator did, where that is known.
     notes : tuple of str
@@ -103,8 +103,8 @@ class Trace:
 class TraceBuilder:
     """Makes a `Trace` from allocations and frees by address.
 
-    A free of an address that was never seen before is taken for the free of a block that lived at
-    the start. Contradictions are counted and reported in the notes.
+    A free of an address that was never seen before is assumed to be the free of a block that was
+    live at the start. Contradictions are counted and reported in the notes.
     """
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class TraceBuilder:
             notes.append("the recorded reserved bytes do not add up, and are left out")
         if initial:
             total = format_size(sum(self._sizes[block] for block in initial))
-            notes.insert(0, f"{len(initial)} blocks ({total}) lived before the first event")
+            notes.insert(0, f"{len(initial)} blocks ({total}) were live before the first event")
         return Trace(tuple(events), len(initial), recorded, tuple(notes), origin or {})
 
     def _numbered(self, steps: Iterable[tuple[int, bool]]) -> list[Event]:

@@ -135,7 +135,7 @@ def draw_map(axes: Axes, snapshot: Snapshot, title: str, note: str = "", most: i
 
 
 def label_pages(axes: Axes, snapshot: Snapshot, pages: int, columns: int) -> None:
-    """Write the size of the slots, and how many live, into each page of slots."""
+    """Write the size of the slots, and how many are live, into each page of slots."""
     size = min(12, 100 / columns)
     for page in np.flatnonzero(snapshot.page_kind[:pages] == SLAB).tolist():
         slot = format_size(snapshot.class_sizes[snapshot.page_class[page]])

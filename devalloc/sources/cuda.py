@@ -37,7 +37,7 @@ class CudaSource:
         return int(address)
 
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
-        """cudaFree; waits for the work that uses the memory, on whatever stream."""
+        """cudaFree; waits for the work that uses the memory, on any stream."""
         with self._out.leaving(address, nbytes) as done:
             done.extend(map(cudart.runtime().cudaFree, (address,)))
             cudart.check_freed(done[0][0], f"cudaFree of {format_size(nbytes)}")

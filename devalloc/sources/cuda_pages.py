@@ -151,7 +151,7 @@ class CudaPages:
         deadline = time.monotonic() + ACCESS_PATIENCE_S
         while True:
             (status,) = driver().cuMemSetAccess(address, nbytes, [self._access], 1)
-            # Seen under load: the driver cannot do it now, and soon can.
+            # Seen under load: the driver cannot do it now, and can soon afterwards.
             ready = status != driver().CUresult.CUDA_ERROR_NOT_READY
             if ready or time.monotonic() >= deadline:
                 break

@@ -81,7 +81,7 @@ class HandlePool:
 
     @property
     def idle(self) -> int:
-        """Bytes in handles that are mapped nowhere, those about to be released included."""
+        """Bytes in handles that are not mapped, those about to be released included."""
         kept = sum(nbytes * len(handles) for nbytes, handles in tuple(self._idle.items()))
         return kept + sum(handle.nbytes for handle in tuple(self._leaving))
 
@@ -108,7 +108,7 @@ class HandlePool:
         return Handle(nbytes, value, next(self._numbers))
 
     def give(self, handle: Handle, keep: bool = True) -> None:
-        """Take a handle that is mapped nowhere. Without ``keep`` it is released before this ends.
+        """Take a handle that is not mapped. Without ``keep`` it is released before this ends.
 
         If the driver refuses to release it, it stays idle, and the error goes to
         `sys.unraisablehook`: the caller has unmapped it all the same.
@@ -218,7 +218,7 @@ def pool_of(pages: Pages) -> HandlePool:
 
 def _in_child() -> None:
     global _RELEASER
-    _RELEASER = _Releaser()  # the thread is not here
+    _RELEASER = _Releaser()  # the thread does not exist in the child
     for pool in tuple(_ALL):
         pool.begin_in_child()
 

@@ -101,7 +101,7 @@ class PinnedSource:
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
         """cudaFreeHost, after waiting for ``stream``, or without one for the device ``user``."""
         with self._out.leaving(address, nbytes) as done, cudart.current(self.user) as runtime:
-            # CUDA does not promise that cudaFreeHost waits for copies that are under way.
+            # CUDA does not guarantee that cudaFreeHost waits for copies that are under way.
             if stream is None:
                 (status,) = runtime.cudaDeviceSynchronize()
             else:

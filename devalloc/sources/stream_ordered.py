@@ -14,7 +14,7 @@ from devalloc.sources.source import Capabilities, Ledger, Segment
 
 
 class AsyncSource:
-    """Stream-ordered memory of one device, from a memory pool that nobody else uses.
+    """Stream-ordered memory of one device, from a memory pool of its own.
 
     With a stream, the memory may be used by work that is queued on that stream afterwards, and a
     free takes effect after the work that was queued on its stream before. Neither waits, and both

@@ -1,8 +1,8 @@
 """Virtual memory: addresses first, physical memory behind them when it is needed.
 
 `VirtualSource.reserve` takes addresses only. `map` puts physical memory behind a part of them,
-`unmap` takes it away, and the addresses stay. `allocate` does both steps, `free` undoes whatever
-there is.
+`unmap` takes it away, and the addresses stay. `allocate` does both steps, `free` undoes what was
+done.
 
 Physical memory comes in handles, which cannot be split: what was mapped as one handle is unmapped
 as a whole. Calls cost by the handle, so a range is mapped with as few as possible: of 1 GiB each,
@@ -45,7 +45,7 @@ class VirtualStats:
     mapped : int
         Physical memory behind them.
     idle : int
-        Physical memory in handles that are mapped nowhere: idle ones, which all sources of the
+        Physical memory in handles that are not mapped: idle ones, which all sources of the
         device share, and those that `VirtualSource.detach` holds.
     idle_limit : int
         Up to how much of it is kept.
@@ -430,7 +430,7 @@ class VirtualSource:
             try:
                 self._pages.unmap(found.address + offset, mapped)
             except Exception:
-                # It stays mapped, and so on record: whoever frees or unmaps it tries again.
+                # It stays mapped and recorded, so the next free or unmap tries again.
                 end = 0
                 while mapped:
                     mapped -= taken[end][0].nbytes
@@ -459,7 +459,7 @@ class VirtualSource:
             self._pool.give(handle, keep)
 
     def _give_up(self, found: _Reservation) -> None:
-        """Give back a reservation that nobody has any more.
+        """Give back a reservation that is no longer in use.
 
         If the driver refuses, it is asked again with the next reservation that comes or goes, and
         the error goes to `sys.unraisablehook`.

@@ -1,6 +1,6 @@
 """The calls that virtual memory is made of, and the CPU's double of them.
 
-Three kinds of calls: addresses are reserved and given up; physical memory is created in *handles*
+Three kinds of calls: addresses are reserved and released; physical memory is created in *handles*
 and released; a handle is mapped at reserved addresses, made accessible, and unmapped again. A
 handle cannot be split. Unmapping keeps the handle, so it can be mapped elsewhere.
 
@@ -38,7 +38,7 @@ class Pages(Protocol):
         ...
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        """Give up a whole reservation, in which nothing is mapped."""
+        """Release a whole reservation, in which nothing is mapped."""
         ...
 
     def create(self, nbytes: int) -> Any:
@@ -46,7 +46,7 @@ class Pages(Protocol):
         ...
 
     def release(self, handle: Any, nbytes: int) -> None:
-        """Give the memory of a handle, which is mapped nowhere, back to the device."""
+        """Give the memory of a handle, which is not mapped, back to the device."""
         ...
 
     def map(self, address: int, handle: Any, nbytes: int) -> None:
@@ -97,7 +97,7 @@ class HostPages:
     mprotect makes mapped pages accessible, and unmapping takes the access away. The contents of an
     unmapped handle stay where they were, and are there again if it is mapped at the same place,
     until the handle is released or mapped elsewhere, another is mapped there, or the addresses are
-    given up: then madvise drops the pages. Contents are undefined in all other cases, as on a GPU.
+    released: then madvise drops the pages. Contents are undefined in all other cases, as on a GPU.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ class HostPages:
             address += handle.nbytes
 
     def _forget(self, address: int, nbytes: int) -> None:
-        """What rests in a range has no contents any more."""
+        """What is left in a range has no contents any more."""
         for place, handle in tuple(self._resting.items()):
             if place < address + nbytes and address < place + handle.nbytes:
                 handle.place = None

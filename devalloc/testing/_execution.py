@@ -95,7 +95,7 @@ class Execution:
         return [index for index, cursor in enumerate(self.cursors) if not cursor.finished]
 
     def spinning(self, index: int) -> bool:
-        """Whether the program looks at the same words again and again while nothing changes."""
+        """Whether the program reads the same words repeatedly while nothing changes."""
         return self.spins(index) >= self.patience
 
     def spins(self, index: int) -> int:

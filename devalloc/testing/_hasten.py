@@ -1,4 +1,4 @@
-"""Make Triton's interpreter (3.6 to 3.9) faster: compute once what it computes again and again.
+"""Make Triton's interpreter (3.6 to 3.9) faster: compute once what it computes repeatedly.
 
 Every replacement gives the same results as the function that it replaces, and calls that function
 for everything it does not know.
@@ -154,7 +154,7 @@ def _quick_equality(plain: Callable[[Any, Any], bool]) -> Callable[[Any, Any], b
 
 
 def hasten(scope: Any) -> None:
-    """Replace functions that compute the same things again and again, until the scope is restored.
+    """Replace functions that compute the same things repeatedly, until the scope is restored.
 
     Overflow checks are left out: they are asserts, which are off unless the interpreter is in debug
     mode.

@@ -1,7 +1,7 @@
 """What depends on the inside of Triton's interpreter (3.6 to 3.9), together with `_hasten`.
 
 A *session* patches the language once, lets nested ``@triton.jit`` functions be called directly
-(the interpreter patches the language anew for each of those calls), and passes every access to
+(the interpreter patches the language again for each of those calls), and passes every access to
 memory to the code that steers the programs. Outside of steered programs launches work as usual,
 only faster.
 """
@@ -42,7 +42,7 @@ class Result(TensorHandle):
     """What an access returned, fetched when a program first looks at it.
 
     A value that a program never looks at cannot change what it does next, so code that remembers a
-    program's behaviour need not tell such values apart.
+    program's behaviour need not distinguish such values.
     """
 
     def __init__(self, fetch: Callable[[], np.ndarray], dtype: tl.dtype) -> None:
@@ -92,7 +92,7 @@ def _ones(count: int) -> TensorHandle:
     return TensorHandle(np.ones(count, dtype=bool), tl.int1)
 
 
-# Operands that change no word, whatever it holds: such an access only looks.
+# Operands that change no word, of any value: such an access only reads.
 _NEUTRAL = {
     ir.ATOMIC_OP.ADD: 0,
     ir.ATOMIC_OP.OR: 0,
@@ -262,9 +262,9 @@ def session(steered: Callable[[], AccessHook | None]) -> Iterator[None]:
 def quick_interpreter() -> Iterator[None]:
     """Let interpreted kernels run five to ten times as fast until the end of the block.
 
-    The interpreter patches the language anew in each call of a nested ``@triton.jit`` function,
-    makes the same types again and again, and works out for each operation how its operands come to
-    one type; within the block that is done once. Integer overflow is not checked, which makes no
+    The interpreter patches the language again in each call of a nested ``@triton.jit`` function,
+    makes the same types repeatedly, and computes for each operation how its operands convert to one
+    type; within the block that is done once. Integer overflow is not checked, which makes no
     difference unless the interpreter is in debug mode. Like the interpreter, this is not
     thread-safe. Blocks may be nested, and `Interleaving` may be used inside.
     """

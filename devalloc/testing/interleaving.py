@@ -9,8 +9,8 @@
     print(lab.explore(PCT(depth=3), schedules=1000))
 
 A failing schedule is shrunk and raised as a `ScheduleError`, whose message holds one line that
-replays it. This works with any kernel that Triton's interpreter runs (TRITON_INTERPRET=1), whatever
-the kernel does. See docs/interleaving.md.
+replays it. This works with any kernel that Triton's interpreter runs
+(TRITON_INTERPRET=1). See docs/interleaving.md.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Interleaving:
         Memory that programs reach in other ways than through the launches' tensors.
     journal : torch.Tensor, optional
         One of the launches' tensors. A store to it is an event, and also a point where programs
-        take turns, whatever ``switch_at`` is.
+        take turns, for every ``switch_at``.
     split_blocks : bool
         Access the elements of a block one after the other instead of all at once.
     step_limit : int

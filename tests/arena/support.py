@@ -17,7 +17,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 class NumberSource:
-    """Addresses that nothing lies behind, at most `capacity` bytes at a time.
+    """Addresses without memory, at most `capacity` bytes at a time.
 
     Freed ranges are never given out again, so a stale address cannot pass for a new one. With
     `failing` a seeded share of the calls fails.
@@ -57,7 +57,7 @@ class NumberSource:
 
     def free(self, address: int, nbytes: int) -> None:
         if address in self.parts_of:
-            assert not self.parts_of[address], "nothing is mapped where addresses are given up"
+            assert not self.parts_of[address], "nothing is mapped where addresses are released"
             del self.parts_of[address]
             return
         assert self.live.get(address) == nbytes, "free gets what allocate gave"

@@ -321,7 +321,7 @@ def test_record_stream_finds_the_tensors_block() -> None:
     del tensor
     arena.free(block)
     assert arena.empty_cache() == 2 * MIB
-    with pytest.raises(InvalidArgument, match="no allocation"):
+    with pytest.raises(InvalidArgument, match="no live allocation"):
         arena.record_stream(torch.empty(5), 7)
 
 
@@ -516,7 +516,8 @@ def test_what_fails_after_the_allocation_gives_it_back(
 def test_a_block_is_not_lost_for_anothers_free(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a finalizer gave back amid `malloc` is freed with the next call, which asks the size."""
+    """What a finalizer gave back during `malloc` is freed with the next call, which asks the
+    size."""
 
     def fails(address: int) -> int:
         raise RuntimeError("the source did not take it")

@@ -1,4 +1,4 @@
-"""Promises under attack: calls that are interrupted anywhere, stale blocks, what is dropped.
+"""Guarantees under attack: calls that are interrupted anywhere, stale blocks, what is dropped.
 
 CPython handles a signal on the main thread when a Python function begins and when any call of C
 code has ended. `interrupt` raises KeyboardInterrupt at each of these places in turn.
@@ -127,7 +127,7 @@ class World:
         if self.pool.uses:
             self.pool.release()
         cache.process_events()
-        assert not cache._store.privates, "a pool that nobody has stays"
+        assert not cache._store.privates, "a pool without a user stays"
         cache.close()
         cache.audit()
         assert not self.source.live
@@ -239,7 +239,7 @@ def test_an_interrupted_free_has_happened_or_not(
 @pytest.mark.proves("library/interrupted-calls")
 @pytest.mark.parametrize("aligned", [False, True], ids=["plain", "aligned"])
 def test_an_interrupted_release_has_happened_or_not(aligned: bool) -> None:
-    """The source of host memory is interrupted too, and tells whether it has the memory back."""
+    """The source of host memory is interrupted too, and reports whether it has the memory back."""
     place = 1
     happened: bool | None = True
     outcomes = set()
@@ -321,7 +321,7 @@ def alarms(handler: Callable[[int, object], None]) -> Iterator[None]:
 
 @pytest.mark.proves("library/interrupted-calls")
 def test_signals_at_any_time() -> None:
-    """Real ones, at random times, in a program that allocates and frees without end."""
+    """Real ones, at random times, in a program that allocates and frees all the time."""
 
     class Alarm(BaseException):
         pass
@@ -381,7 +381,8 @@ def test_signals_at_any_time() -> None:
 def test_a_block_whose_free_was_interrupted_frees_nobody_elses_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The free has happened, the address is another's by now, and only then comes Ctrl-C."""
+    """The free has happened, the address belongs to another block by now, and only then comes
+    Ctrl-C."""
     arena = Arena(source="host")
     block = arena.alloc(5000)
     free = arena.cache.free
@@ -544,7 +545,7 @@ def test_filters_run_without_the_lock() -> None:
 
 
 def test_a_filter_is_not_asked_in_the_middle_of_a_call() -> None:
-    """A finalizer frees amid an allocation: the block is held until the capture ends."""
+    """A finalizer frees during an allocation: the block is held until the capture ends."""
     cache = Cache(NumberSource())
     inside: list[bool] = []
 

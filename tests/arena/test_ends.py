@@ -1,4 +1,4 @@
-"""Random lives of caches with captures, pools and failures: in the end all memory is back."""
+"""Random calls of caches with captures, pools and failures: in the end all memory is back."""
 
 from __future__ import annotations
 

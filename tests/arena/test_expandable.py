@@ -489,7 +489,7 @@ def calls_of_the_scenario() -> int:
 def test_every_call_of_the_driver_may_fail(
     driver: FakeDriver, call: int, unraisable: list[str]
 ) -> None:
-    """The books stay right, and the next correct call works."""
+    """The statistics stay right, and the next correct call works."""
     source = VirtualSource(GPU, CudaPages(GPU))
     source.idle_limit = "8GiB"
     cache = Cache(source, EXPANDABLE, streams=FakeStreams())

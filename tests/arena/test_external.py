@@ -123,7 +123,7 @@ def test_threads_never_exceed_the_limit() -> None:
                 try:
                     free(allocate(5 * MIB))  # type: ignore[operator]
                 except OutOfMemory:
-                    time.sleep(0.0002)  # or the refused would be through before anybody frees
+                    time.sleep(0.0002)  # or the refused thread would end before any other frees
         except BaseException as error:
             errors.append(error)
 
@@ -145,7 +145,7 @@ def test_threads_never_exceed_the_limit() -> None:
 
 @pytest.mark.parametrize("first", ["engine", "outside"])
 def test_what_is_being_asked_for_counts(first: str) -> None:
-    """One side is in the midst of a source call when the other looks at the limit."""
+    """One side is in the middle of a source call when the other looks at the limit."""
 
     class Meanwhile(SimulatedSource):
         def allocate(self, nbytes: int, stream: int | None = None) -> int:

@@ -163,8 +163,8 @@ def test_up_to_the_allowance_nothing_is_given_back() -> None:
 def test_demand_that_wanders_between_streams(
     options: dict[str, int], share: bool, peak: int, per_turn: int
 ) -> None:
-    """It settles, or costs a release and a request for each move; an allowance, and sharing, spare
-    them from the start."""
+    """It stops calling the source, or costs a release and a request for each move; an allowance,
+    and sharing, spare them from the start."""
     engine, source = cache(FrugalPolicy(**options), streams=FakeStreams(), share_streams=share)
     for _ in range(5):
         source.freed.clear()
@@ -237,7 +237,7 @@ def test_the_limit_holds_whatever_was_regretted() -> None:
 @pytest.mark.proves("frugal/regrets-segments")
 @pytest.mark.parametrize("seed", range(20))
 def test_programs_that_repeat_settle(seed: int) -> None:
-    """Whatever a turn is: on two streams, blocks of all sizes that live for a part of it."""
+    """For any turn: on two streams, blocks of all sizes that are live for a part of it."""
     rng = random.Random(seed)
     sizes = [
         rng.choice((900, 300 * KIB, 3 * MIB, 9 * MIB, rng.randrange(40 * MIB))) for _ in "x" * 9
@@ -340,7 +340,7 @@ def test_what_an_event_guards_is_not_given_back() -> None:
     engine.free(block)
     engine.malloc(12 * MIB)
     assert source.freed == []
-    assert streams.done == {}, "nothing was waited for"
+    assert streams.done == {}, "the policy did not wait"
     streams.advance(7)
     engine.malloc(14 * MIB)
     assert in_mib(source.freed) == [10]

@@ -1,4 +1,4 @@
-"""Who holds memory and could free it is asked before a request fails (`Cache.on_low_memory`)."""
+"""Callbacks that could free memory run before a request fails (`Cache.on_low_memory`)."""
 
 import pytest
 

@@ -164,7 +164,7 @@ def test_collections_in_two_engines_do_not_wait_for_each_other() -> None:
 
 
 def test_what_ends_amid_the_end_of_a_close_goes_back() -> None:
-    """A finalizer closes the cache amid a free, and another ends a block amid that closing."""
+    """A finalizer closes the cache during a free, and another ends a block during that closing."""
 
     class Ending(NumberSource):
         ends: Callable[[], None] | None = None

@@ -118,7 +118,7 @@ class Machine(RuleBasedStateMachine):
         before = self.source.used
         released = self.cache.empty_cache()
         assert self.source.used == before - released
-        # It waited for all events.
+        # The call has waited until all events happened.
         self.used = [entry for entry in self.used if self.streams.done.get(entry[2], 0) < entry[3]]
 
     @invariant()

@@ -58,7 +58,7 @@ def backup_bytes(arena: Arena) -> tuple[int, int, int]:
 
 
 def count(arena: Arena, nbytes: int) -> torch.Tensor:
-    """A tensor in which every byte tells its place."""
+    """A tensor in which every byte depends on its place."""
     tensor = arena.empty(nbytes, dtype=torch.uint8)
     tensor.copy_(torch.arange(nbytes, dtype=torch.int64).remainder_(251))
     return tensor

@@ -70,7 +70,7 @@ def test_copies_are_queued_and_waited_for_at_the_end(fake: FakeRuntime) -> None:
     with copies_on(DEVICE, streams) as copies:
         copies.copy(1000, 2000, 30)
         copies.zero(3000, 40)
-        assert not streams.queued, "nothing was waited for"
+        assert not streams.queued, "the call did not wait"
     assert fake.calls == [
         ("cudaMemcpyAsync", 1000, 2000, 30, 7),
         ("cudaMemsetAsync", 3000, 0, 40, 7),

@@ -1,5 +1,5 @@
-"""What may live in a region, and what a program is told when it sleeps: heaps, graphs, autograd,
-other libraries, callbacks, margins.
+"""What may be allocated in a region, and which errors there are while it sleeps: heaps, graphs,
+autograd, other libraries, callbacks, margins.
 
 On the CPU's double, unless marked `gpu`.
 """

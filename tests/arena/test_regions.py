@@ -221,7 +221,7 @@ def test_calls_refuse_what_sleeps(arena: Arena, call: Callable[..., object]) -> 
         tensor, block = arena.full((1000,), 3.0), arena.alloc(1000)
         ended = arena.empty(123)
         arena.pause()
-        del ended  # its block is not parked for the next of its shape
+        del ended  # its block is not kept for the next tensor of its shape
         before = arena.stats()
         with pytest.raises(InvalidArgument, match="the region 'kv' is asleep"):
             call(arena, tensor, block)
@@ -244,7 +244,7 @@ def test_what_is_freed_while_asleep(arena: Arena) -> None:
     arena.cache.audit()
     arena.resume()
     assert bool((kept == 1000).all())
-    assert arena.tags()[0].nbytes < asleep, "a segment of which nothing lives is not resumed"
+    assert arena.tags()[0].nbytes < asleep, "a segment without live blocks is not resumed"
     with arena.region("a", backup="cpu"):
         assert bool((arena.full((2000,), 5.0) == 5).all())
 

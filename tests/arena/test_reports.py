@@ -243,7 +243,7 @@ def test_what_other_streams_still_use_is_something_to_free() -> None:
     engine, _ = cache("torch", limit=30 * MIB, streams=FakeStreams())
     address = engine.malloc(16 * MIB)
     engine.record_stream(address, 7)
-    with engine.route(engine.private_pool(), capture=True):  # during which nothing is waited for
+    with engine.route(engine.private_pool(), capture=True):  # during which the cache does not wait
         engine.free(address)
         with pytest.raises(OutOfMemory, match=r"16 MiB freed but in use.* or free something$"):
             engine.malloc(16 * MIB)
@@ -261,7 +261,7 @@ def test_a_private_pool_is_to_be_released_where_nothing_can_be_freed() -> None:
 
 def test_an_empty_cache_does_not_tell_to_free_something_of_it() -> None:
     engine, _ = cache("torch", capacity=MIB)
-    with pytest.raises(OutOfMemory, match=r"\. Ask for less, or free what others have"):
+    with pytest.raises(OutOfMemory, match=r"\. Ask for less, or free memory of the source"):
         engine.malloc(4 * MIB)
     with pytest.raises(OutOfMemory, match=r"0 B are taken; raise the limit$"):
         cache("torch", limit=MIB)[0].external.allocate(2 * MIB)

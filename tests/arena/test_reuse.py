@@ -1,4 +1,4 @@
-"""Parked blocks: who gets them, who does not, and that nobody else can tell."""
+"""Blocks kept for reuse: which requests get them, which do not, and that no other call shows it."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_statistics_are_those_of_an_engine_that_is_always_asked() -> None:
                 held.clear()
             del tensor
             if told:
-                arena.cache.process_events()  # does nothing but free what is parked
+                arena.cache.process_events()  # does nothing but free what is kept for reuse
         return {name: value for name, value in arena.stats().items() if "inactive" not in name}
 
     found = [program(Arena(source="host"), told) for told in (False, True)]
@@ -402,7 +402,7 @@ def test_threads(policy: str) -> None:
                 del tensor
                 if len(held) > step % 9:
                     kept, expected = held.pop(0)
-                    assert bool((kept == expected).all()), "somebody else has this memory"
+                    assert bool((kept == expected).all()), "another thread has this memory"
         except BaseException as error:
             errors.append(error)
 

@@ -66,7 +66,7 @@ def idle(policy: Policy, count: int) -> Cache:
     cache = Cache(NumberSource(), policy)
     for block in [cache.malloc((4 + 2 * (at % 5)) * MIB) for at in range(count)]:
         cache.free(block)
-    cache.malloc(2000 * MIB)  # whoever looks at what is idle has done so
+    cache.malloc(2000 * MIB)  # what looks at idle segments has done so
     return cache
 
 

@@ -440,7 +440,7 @@ def test_a_source_that_fails_at_the_end_of_a_capture(streams: FakeStreams) -> No
 
 
 class StreamOrdered(NumberSource):
-    """Wants the stream with every call."""
+    """Requires the stream with every call."""
 
     class capabilities:
         stream_ordered = True

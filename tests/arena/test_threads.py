@@ -1,8 +1,9 @@
 """Many threads on one cache: nothing lost, nothing given twice, also when the source fails.
 
-Each thread checks that what it holds is held by nobody else: all live ranges are entered in one
-dict whose insertion is atomic, and tensors of arenas are read back. With the engine's lock planted
-away, all cases fail; with memory parked that a tensor still refers to, those with arenas do.
+Each thread checks that what it holds is held by no other thread: all live ranges are entered in one
+dict whose insertion is atomic, and tensors of arenas are read back. Without the engine's lock (a
+planted bug) all cases fail; if memory is kept for reuse to which a tensor still refers, those with
+arenas do.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class ArenaWorker(threading.Thread):
 
     def end_one(self) -> None:
         tensor, tag = self.held.pop(self.random.randrange(len(self.held)))
-        assert int(tensor[0]) == int(tensor[-1]) == tag, "somebody else has this memory"
+        assert int(tensor[0]) == int(tensor[-1]) == tag, "another thread has this memory"
 
 
 def arena_stress(steps: int, failing: float) -> None:
@@ -220,7 +221,7 @@ def test_many_threads_with_arenas_for_long(failing: float) -> None:
 @pytest.mark.proves("torch/order-events")
 def test_two_caches_may_empty_each_other() -> None:
     caches = [Cache(NumberSource(), "torch") for _ in range(2)]
-    # Nobody goes on before both are in the middle of their requests.
+    # No thread goes on before both are in the middle of their requests.
     meeting = threading.Barrier(2)
     for cache, other in zip(caches, reversed(caches), strict=True):
         cache.on_low_memory(lambda: meeting.wait(20))

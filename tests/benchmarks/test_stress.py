@@ -83,7 +83,7 @@ def test_size_codes_agree_with_the_classes() -> None:
     [
         ("overflow", r"wrong tag at 0x[0-9a-f]+ .*word 0 should be 0x[0-9a-f]{16}, "
                      "is 0x000000000badf00d"),
-        ("leak", "blocks that live: the heap says [0-9]+, it was"),
+        ("leak", "live blocks: the heap says [0-9]+, it was"),
         ("double-free", "double frees: the heap says 1, it was 0"),
     ],
 )  # fmt: skip
@@ -128,7 +128,7 @@ MUTANTS = {
         "small",
         Patch("batches.py", "change = (PUBLISHED - ATTACHED) - unused.to(tl.int64)",
               "change = (PUBLISHED - ATTACHED) - unused.to(tl.int64) * 0"),
-        "audit: H4|blocks that live",
+        "audit: H4|live blocks",
     ),
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ cases           what is compiled: these kernels and the kernels' own entry point
 targets         compiles one case for one target and reads its resources
 measure         runs targets in processes that do not interpret
 release         whether an ordinary heap's code knows of debug heaps
-budget          the committed limits, and how a measurement is held against them
+budget          the committed limits, and how a measurement is compared with them
 update          writes the limits from a measurement
 
 ``python -m tests.compile.measure`` prints a table, ``python -m tests.compile.update`` writes

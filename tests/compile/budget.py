@@ -1,4 +1,4 @@
-"""The committed limits of budget.json, and how a measurement is held against them.
+"""The committed limits of budget.json, and how a measurement is compared with them.
 
 Atomics, spills, stack and shared memory are limited to what was measured. Registers get slack,
 because they move by a few with every compiler: up to the next multiple of eight, and eight more.

@@ -70,7 +70,7 @@ def in_reference_seconds(seconds: dict[str, list[float]]) -> dict[str, float]:
     """Convert seconds of this machine: what compiling a kernel takes more than compiling an empty
     one, against what the reference takes more on the average, before and after it.
 
-    So they tell of the kernels, and not of how fast the machine is or how busy at the time.
+    So they depend on the kernels, and not on how fast or how busy the machine is.
     """
     (empty,) = seconds["empty_kernel"]
     found = {}

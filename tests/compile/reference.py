@@ -1,8 +1,8 @@
 """A kernel to know a machine by: compile times are given in what compiling this one takes.
 
 It uses nothing of devalloc, so that no change there moves it, and it asks the same of the compiler:
-much code, a loop, branches, numbers and blocks, reductions and atomics. Whoever changes it moves
-every bound, unless `tests.compile.measure.REFERENCE_SECONDS` follows.
+much code, a loop, branches, numbers and blocks, reductions and atomics. A change to it moves every
+bound, unless `tests.compile.measure.REFERENCE_SECONDS` follows.
 """
 
 import triton

@@ -89,7 +89,7 @@ class Reading:
     def effect(self, name: str) -> Effect:
         """Follow every path of a function; note the races at its calls."""
         if name not in self._effects:
-            # (Whose code is not there, nobody can follow: a KeyError.)
+            # (A function without code cannot be followed: a KeyError.)
             self._effects[name] = self._follow(name, self.functions[name])
         return self._effects[name]
 

@@ -3,7 +3,7 @@
 Registers, stack and spills are read from the binary itself, with ``cuobjdump`` and ``nvdisasm`` as
 shipped with Triton; for AMD from the metadata at the end of the assembly. Atomics are counted in
 PTX and AMD assembly, function by function: cold paths are functions of their own (``noinline``),
-so what stands in the kernel's own body is the fast path, and a loop counts once.
+so the kernel's own body is the fast path, and a loop counts once.
 
 Must run in a process without ``TRITON_INTERPRET``; `tests.compile.measure` starts such processes.
 """

@@ -1,8 +1,8 @@
 """Every kernel compiles for every target, within the committed budget of resources; and those of
 an ordinary heap are the same code as if there were no debug heaps.
 
-When a change is worth its price, regenerate the budget (see `tests.compile.update`) and say in
-the commit what was bought.
+When a change is worth its cost, regenerate the budget (see `tests.compile.update`) and say in the
+commit what was gained.
 """
 
 import ast
@@ -76,7 +76,7 @@ def test_within_budget(measured: Measured, key: str) -> None:
     assert not over, f"{key} exceeds its budget: {'; '.join(over)}"
 
 
-SPILLS = pytest.mark.xfail(reason="values that live across calls of cold functions spill")
+SPILLS = pytest.mark.xfail(reason="values that are live across calls of cold functions spill")
 
 
 @pytest.mark.parametrize(

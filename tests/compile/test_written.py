@@ -8,8 +8,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.compile]
 
 
 def test_every_function_writes_to_the_heap() -> None:
-    """So no such kernel is dropped. A cast writes to nothing; and no instruction tells it apart
-    from `pointer` (`test_budget`)."""
+    """So no such kernel is dropped. A cast writes to nothing; and its instructions are those of
+    `pointer` (`test_budget`)."""
     found = finish_child(start_child(module="tests.compile.written"))
     assert (found.pop("cast"), found.pop("pointer")) == ([], ["heap"])
     assert set(found) == {"malloc", "free", "usable_size", "zeros", "realloc"}

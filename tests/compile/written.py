@@ -24,7 +24,7 @@ def written(kernel: triton.runtime.JITFunction) -> list[str]:
         for name in kernel.arg_names
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns if it gives up; then everything is written
+        warnings.simplefilter("error")  # a warning: the analysis failed, and everything is written
         warnings.filterwarnings("ignore", message=".*FP_FUSION.*")
         if hasattr(triton_kernel_wrap, "identify_accessed_tensors"):  # torch 2.13
             found = triton_kernel_wrap.identify_accessed_tensors(kernel, arguments, {})

@@ -16,7 +16,7 @@ from tests.mechanisms import (
 
 
 def test_every_mechanism_has_a_test_or_a_reason() -> None:
-    assert len(mechanisms()) > 100, "nothing passes for want of rows"
+    assert len(mechanisms()) > 100, "the test does not pass on an empty table"
     assert problems(mechanisms(), proofs()) == []
 
 
@@ -46,4 +46,4 @@ def test_a_planted_gap_is_found(
 
 
 def test_a_reason_is_enough() -> None:
-    assert problems([Mechanism("torch/a", "a", "left out: nobody needs it")], {}) == []
+    assert problems([Mechanism("torch/a", "a", "left out: no program needs it")], {}) == []

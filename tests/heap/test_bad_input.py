@@ -160,7 +160,7 @@ def test_addresses_inside_blocks() -> None:
 
 
 def test_the_rest_of_a_slab_page() -> None:
-    """Pages that are no multiple of the slot size have a tail in which nothing can live."""
+    """Pages that are no multiple of the slot size have a tail in which no block can be."""
     with Heap("1MiB") as heap, bystanders(heap):
         addr = heap.malloc([9000]).item()
         usable = heap.usable_size([addr]).item()
@@ -243,7 +243,7 @@ def test_a_slot_of_a_retired_slab() -> None:
 
 
 def test_never_allocated() -> None:
-    """Well-formed addresses of a fresh heap: nothing lives there."""
+    """Well-formed addresses of a fresh heap: it has no live block."""
     with Heap("1MiB") as heap:
         with recorded(heap, DoubleFree, "3 x double free"):
             heap.free([heap.base, heap.base + 16, heap.base + PAGE_BYTES])
@@ -362,7 +362,7 @@ def test_a_heap_that_outlives_its_context() -> None:
     assert heap.closed
     with pytest.raises(InvalidArgument, match="the heap is closed"):
         heap.free(addr)
-    # Whoever kept the handle still has the control block, not a hole.
+    # A kept handle still leads to the control block, not to unmapped memory.
     assert handle.numel() > 0
     assert int(handle[3]) & 0xFFFFFFFF == 16  # its pages
     gc.collect()

@@ -88,7 +88,7 @@ def test_random_sizes_leave_little() -> None:
 
 
 def test_a_run_is_found_wherever_it_is() -> None:
-    """In a full heap one hole at a time is opened, and exactly what fits into it is had."""
+    """In a full heap one hole at a time is opened, and exactly what fits into it is allocated."""
     pages = 66
     with Heap(pages * PAGE_BYTES) as heap:
         assert (heap.malloc([PAGE_BYTES] * pages) != 0).all()
@@ -134,7 +134,8 @@ def test_one_program_gets_what_other_stripes_hold() -> None:
 
 
 def test_cached_pages_of_other_classes_are_reclaimed() -> None:
-    """Every class keeps empty pages after a malloc and a free; whoever needs them gets them."""
+    """Every class keeps empty pages after a malloc and a free; any request that needs them gets
+    them."""
     with Heap(2 * MIB) as heap:
         for wanted in ([heap.capacity], [32768] * 64):
             for size in CLASS_SIZES[::9]:
@@ -177,7 +178,7 @@ def test_exhaustion_in_the_middle_of_a_block() -> None:
 
 @pytest.mark.parametrize("size", [64, PAGE_BYTES])
 def test_epochs_wrap(size: int) -> None:
-    """After 2**44 changes of a word they begin anew, and nothing is in hand for that."""
+    """After 2**44 changes of a word they begin again, and no memory is held meanwhile."""
     with Heap(16 * PAGE_BYTES) as heap:
         epochs = heap.handle[layout.TRANSIT.value : layout.TRANSIT.value + 1]
         epochs.fill_(-1 << 20)  # the last

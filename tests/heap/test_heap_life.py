@@ -1,4 +1,4 @@
-"""Who owns a heap's memory, and until when; and what is said of mistakes around it."""
+"""Who owns a heap's memory, and until when; and the errors for mistakes around it."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ Heap("1MiB")
     assert last.startswith("devalloc.errors.InvalidArgument: TRITON_INTERPRET was changed after")
 
 
-# What is said of mistakes -------------------------------------------------------------------------
+# Errors for mistakes ------------------------------------------------------------------------------
 
 
 def test_the_first_errors_can_all_be_read() -> None:
@@ -401,7 +401,7 @@ def constant_kernel(heap, out, N: tl.constexpr):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "sentence"),
+    ("kernel", "text"),
     [
         (square_kernel, "a scalar or a 1-D block"),
         (pointer_kernel, "sizes and addresses are integers"),
@@ -419,9 +419,9 @@ def constant_kernel(heap, out, N: tl.constexpr):
         (resize_one_lane_kernel, "realloc: sizes are as long as addresses"),
     ],
 )
-def test_a_kernel_is_told_what_is_wrong(kernel: triton.JITFunction, sentence: str) -> None:
+def test_a_kernel_is_told_what_is_wrong(kernel: triton.JITFunction, text: str) -> None:
     with Heap("1MiB") as heap:
-        assert sentence in complaint(lambda: kernel[(1,)](heap.handle, int64([0] * 4)))
+        assert text in complaint(lambda: kernel[(1,)](heap.handle, int64([0] * 4)))
         heap.audit()
 
 

@@ -243,7 +243,7 @@ def test_largest_free_is_what_succeeds() -> None:
 
 
 def assert_largest_free(heap: Heap) -> int:
-    """So much can be had in one piece, and not a byte more. (Changes nothing.)"""
+    """So much can be allocated in one piece, and not a byte more. (Changes nothing.)"""
     largest = heap.stats().largest_free
     (addr,) = heap.malloc([largest]).tolist()
     assert (addr != 0) == (largest != 0), f"no memory for {largest} B"

@@ -1,6 +1,6 @@
 """Random traces against a plain model: a dictionary of live blocks.
 
-A failing trace is named by its seed, which stands in the test's name; the trace depends on nothing
+A failing trace is named by its seed, which is in the test's name; the trace depends on nothing
 else. ``pytest tests/heap/test_model.py -k seed3`` replays one.
 """
 
@@ -25,7 +25,7 @@ STEPS = 9
 
 
 class Model:
-    """What must be alive, and the checks that follow from it."""
+    """Which blocks must be live, and the checks that follow from it."""
 
     def __init__(self, heap: Heap, generator: random.Random) -> None:
         self.heap = heap

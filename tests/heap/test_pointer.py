@@ -32,8 +32,8 @@ def first_error(error: BaseException) -> BaseException:
 
 @contextmanager
 def refused(kind: type[Exception], *texts: str) -> Iterator[None]:
-    """The kernel ends with an error of this kind, whatever the interpreter makes of it, which has
-    all ``texts``."""
+    """The kernel ends with an error of this kind, perhaps wrapped by the interpreter, which has all
+    ``texts``."""
     with pytest.raises(Exception) as caught:  # noqa: PT011
         yield
     error = first_error(caught.value)
@@ -104,14 +104,16 @@ def test_addresses_without_a_block() -> None:
         wrong = [*freed.tolist(), kept + 64, heap.base + heap.capacity, heap.base - 4]
         for addr in [*wrong, elsewhere.data_ptr(), -8, (1 << 63) - 1]:
             at = f"4 bytes at {addr:#x}"
-            with refused(InvalidPointer, at, "(lane 1 of 2)", "in program 0, " + place, "no block"):
+            with refused(
+                InvalidPointer, at, "(lane 1 of 2)", "in program 0, " + place, "no live block"
+            ):
                 write_lanes(heap, int64([kept, addr]))
         with refused(InvalidPointer, "address 0 ", "(lane 1 of 2)", place, "malloc gave no memory"):
             write_lanes(heap, int64([kept, 0]))
         with refused(InvalidPointer, "8 bytes at", "in program 2, ", "pointer_scalar_kernel"):
             uk.pointer_scalar_kernel[(4,)](heap.handle, int64([kept, kept, freed[0], 0]), 0)
         # Inside of what was a run.
-        with refused(InvalidPointer, "no block lives there"):
+        with refused(InvalidPointer, "there is no live block"):
             uk.pointer_scalar_kernel[(1,)](heap.handle, freed[4:], 100 * PAGE_BYTES)
         heap.check()
         heap.free(kept)
@@ -129,7 +131,7 @@ def test_elements_that_do_not_fit(size: int) -> None:
             write_lanes(heap, last, 1)
         with refused(InvalidPointer, "8 bytes at", "has only 4 bytes there"):
             uk.pointer_scalar_kernel[(1,)](heap.handle, last, 0)
-        with refused(InvalidPointer, f"4 bytes at {addr + have:#x}", "no block lives there"):
+        with refused(InvalidPointer, f"4 bytes at {addr + have:#x}", "there is no live block"):
             write_lanes(heap, last, 4)
         with refused(InvalidPointer, f"4 bytes at {addr - 4:#x}"):
             write_lanes(heap, last, -have)
@@ -212,7 +214,7 @@ def test_a_handle_of_a_closed_heap_is_one() -> None:
 
 
 def test_pointers_are_checked_when_compiled() -> None:
-    """What is no type, no address or no mask is refused with a sentence."""
+    """What is no type, no address or no mask is a compile-time error with a clear message."""
     with Heap("1MiB") as heap:
         one = heap.malloc([64])
         for kernel, text in (

@@ -182,7 +182,7 @@ def test_a_buffer_that_is_not_made_gives_its_memory_back(monkeypatch: pytest.Mon
     monkeypatch.setattr(BUFFER, SimpleNamespace(from_handle=half_made))
     with pytest.raises(RuntimeError, match="no context"):
         resource.allocate(4096, stream=None)
-    assert live(arena) == 1, "which is somebody else's"
+    assert live(arena) == 1, "which belongs to another arena"
     arena.cache.audit()
 
 
@@ -220,7 +220,7 @@ def test_on_the_gpu_buffers_and_streams() -> None:
         with torch.cuda.stream(torch.cuda.ExternalStream(int(stream.handle))):
             again.fill_(9)
         torch.cuda.synchronize()
-        assert (copy == 3).all(), "the reuse waited for the stream that closed the buffer"
+        assert (copy == 3).all(), "the reuse waits until the stream that closed the buffer is done"
         del again
         second.close()
         default = resource.allocate(100, stream=device.default_stream)

@@ -1,4 +1,4 @@
-"""The front: it serves without Python what the policy would have served, and nobody can tell.
+"""The front: it serves without Python what the policy would have served, with the same results.
 
 Each test calls the C functions as PyTorch does, without the GIL, over caches of addresses.
 """
@@ -419,7 +419,7 @@ def _interrupt(
 
 
 def test_many_blocks(process: Process) -> None:
-    """The tables grow, and lose entries from the midst of long runs."""
+    """The tables grow, and lose entries from the middle of long runs."""
     rng = random.Random(1)
     blocks = [(process.malloc(512 * (1 + at % 700)), 512 * (1 + at % 700)) for at in range(5000)]
     process.start()
@@ -674,7 +674,7 @@ def work(seed):
                 del tensor
                 if len(held) > 5:
                     tensor, tag = held.pop(step % 5)
-                    assert bool((tensor == tag).all()), "somebody else has this memory"
+                    assert bool((tensor == tag).all()), "another thread has this memory"
     except BaseException as error:
         errors.append(error)
 threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]

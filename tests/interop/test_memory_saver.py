@@ -1,6 +1,6 @@
 """The names of torch_memory_saver, and the scenarios of its examples.
 
-On the CPU only what the arena allocates itself can sleep: `make` stands for PyTorch's allocations.
+On the CPU only what the arena allocates itself can sleep: `make` replaces PyTorch's allocations.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def test_weights_and_cache_take_turns(saver: MemorySaver, make: Make) -> None:
 def test_all_devices_or_none(
     saver: MemorySaver, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two arenas that stand for two devices."""
+    """Two arenas in place of two devices."""
     other = MemorySaver()
     second = other.arena()
     saver._arenas[torch.device("cuda", 1)] = second

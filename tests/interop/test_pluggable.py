@@ -371,7 +371,7 @@ def test_on_the_gpu_operations_that_fail_on_temporaries_say_why_and_leak_nothing
     "operation",
     [
         pytest.param('torch.zeros(100 << 20, dtype=torch.uint8, device="cuda")', id="missing"),
-        # The sum wants a copy as int64, another 240 MiB, and then drops the temporary.
+        # The sum needs a copy as int64, another 240 MiB, and then drops the temporary.
         pytest.param(
             'torch.zeros(30 << 20, dtype=torch.uint8, device="cuda").sum()', id="temporary"
         ),

@@ -33,7 +33,7 @@ def test_callbacks_serve_who_is_active_and_return_to_who_gave() -> None:
             assert alone
             addresses.append(allocate(20 * MIB, 0, None))
     assert all(addresses)
-    assert allocate(MIB, 0, None) is None, "nobody is active"
+    assert allocate(MIB, 0, None) is None, "no arena is active"
     assert first.external.held == second.external.held == 20 * MIB
     free(addresses[0], 20 * MIB, 0, None)
     assert (first.external.held, second.external.held) == (0, 20 * MIB)

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Torch:
-    """What PyTorch does in `use`: it asks for segments, and knows which blocks live."""
+    """What PyTorch does in `use`: it asks for segments, and knows which blocks are live."""
 
     def __init__(self, arena: Arena, tag: str, backup: str | None = None) -> None:
         self.allocate, self.free, *_ = called(pytorch.functions)
@@ -71,7 +71,7 @@ def test_pytorchs_segments_sleep_with_their_region(arena: Arena) -> None:
     for _ in range(2):
         arena.pause("a")
         assert mapped(arena) == 0
-        assert arena.stats()["backup_bytes.pinned"] == 6000 + 4096, "only what lives"
+        assert arena.stats()["backup_bytes.pinned"] == 6000 + 4096, "only live blocks"
         arena.cache.audit()
         arena.resume()
         assert mapped(arena) == 8 * MIB

@@ -24,7 +24,7 @@ PAGES = 4096  # 64 stripes, batches of up to 16 pages
 FIRST = 4  # pages of the first
 NEXT = 16
 LARGEST = 512 << 30
-TURN = SLOTS - 1  # requests at a time: whoever fills a page takes its own
+TURN = SLOTS - 1  # requests at a time: a lane that fills a page takes one of its own
 
 
 class Batch(NamedTuple):
@@ -138,7 +138,7 @@ def test_what_a_prefetch_does_with_a_batch_that_rests(heap: Heap, freed: str) ->
     if freed == "all":
         assert spare(heap) == Batch(resting.page, NEXT, NEXT * SLOTS), "renewed"
     elif freed == "front":
-        assert spare(heap) == resting, "left alone: all of it will be free when it is needed"
+        assert spare(heap) == resting, "unchanged: all of it will be free when it is needed"
     else:
         assert spare(heap).page != resting.page
         assert spare(heap).credits == NEXT * SLOTS, "the old one is dissolved"
@@ -204,7 +204,7 @@ def refill_kernel(heap, CLS: tl.constexpr, USED: tl.constexpr, HELD: tl.constexp
 
 
 def test_in_a_heap_that_fills_nothing_rests(heap: Heap) -> None:
-    """What is free in used batches is to be drawn, by everybody."""
+    """What is free in used batches is to be drawn, by any program."""
     live = torch.cat([take(heap), *use_up(heap)])
     live = torch.cat([live, drain(heap)])
     refill_kernel[(1,)](heap.handle, CLS=CLASS, USED=PAGES * 3 // 4, HELD=0)
@@ -221,7 +221,7 @@ def test_where_batches_must_be_shorter_the_front_is_renewed(heap: Heap) -> None:
     gone = (behind >= 0) & (behind < 10)
     free_lanes(heap, addrs[gone])
     live = [addrs[~gone], drain(heap)]
-    assert spare(heap) == resting, "left alone half way"
+    assert spare(heap) == resting, "the same half way"
     had, old = held(heap), batch(heap)
     refill_kernel[(1,)](heap.handle, CLS=CLASS, USED=0, HELD=PAGES * 5 // 8)
     assert batch(heap) == Batch(resting.page, 10, 10 * SLOTS)
@@ -232,7 +232,7 @@ def test_where_batches_must_be_shorter_the_front_is_renewed(heap: Heap) -> None:
 
 
 def test_random_lifetimes_do_not_make_an_empty_heap_draw() -> None:
-    """What rests with a few slots that live is dissolved, and what is free in it not drawn: there
+    """What rests with a few live slots is dissolved, and what is free in it not drawn: there
     are pages enough."""
     generator = torch.Generator().manual_seed(1)
     with Heap(4096 * PAGE_BYTES) as heap:
@@ -248,7 +248,7 @@ def test_random_lifetimes_do_not_make_an_empty_heap_draw() -> None:
 
 
 def test_a_search_finds_what_is_free_in_a_batch_that_rests() -> None:
-    """Every slot of a heap can be had, though used batches hold some of them."""
+    """Every slot of a heap can be allocated, though used batches hold some of them."""
     with Heap(32 * PAGE_BYTES) as heap:
         live = [malloc_lanes(heap, [SIZE]) for _ in range(3 * SLOTS + 1)]
         assert spare(heap).is_resting
@@ -267,7 +267,8 @@ def test_a_search_finds_what_is_free_in_a_batch_that_rests() -> None:
 
 
 def ready_spare(heap: Heap) -> torch.Tensor:
-    """Allocate until a spare is ready, and on until the batch is used up and nobody knows."""
+    """Allocate until a spare is ready, and on until the batch is used up and no program has seen
+    it."""
     live = use_up_a_long_one(heap)
     free_lanes(heap, live)
     addrs = drain(heap)
@@ -323,7 +324,7 @@ def test_a_spare_that_is_not_ready_stays(heap: Heap) -> None:
     live = use_up_a_long_one(heap)
     before = heap.handle.clone()
     assert swap_at_once(heap, 1) == 0
-    assert torch.equal(heap.handle, before), "nothing was put back, and nothing is in hand"
+    assert torch.equal(heap.handle, before), "nothing was put back, and no program is moving memory"
     free_lanes(heap, live)
 
 

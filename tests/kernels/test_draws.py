@@ -1,4 +1,5 @@
-"""What a draw promises: slots of pages that no stripe has, few enough of each to be found soon."""
+"""What a draw guarantees: slots of pages that no stripe has, few enough of each to be found
+soon."""
 
 from collections import Counter
 
@@ -19,7 +20,7 @@ PAGES = 64  # a chunk
 
 @triton.jit
 def draw_kernel(heap, found, CLS: tl.constexpr, NEED: tl.constexpr):
-    """Two draws of a program that looks twice: the second is told what is left by the first."""
+    """Two draws of a program that looks twice: the second gets what the first left."""
     zero = tl.program_id(0) * 0
     for turn in tl.static_range(2):
         place, ones, twos = detached.draw(heap, zero + CLS, zero + NEED, zero + 2)
@@ -32,7 +33,7 @@ def filled(heap: Heap) -> torch.Tensor:
     """All slots of the heap, in a row for each page."""
     addrs = malloc_lanes(heap, [SIZE] * (PAGES * SLOTS), block=1024)
     assert (addrs != 0).all()
-    heap.trim()  # no page is a stripe's
+    heap.trim()  # no stripe owns a page
     return addrs.sort().values.reshape(PAGES, SLOTS)
 
 

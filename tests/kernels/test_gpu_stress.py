@@ -45,7 +45,7 @@ def test_churn(block: int, warps: int, smallest: int, largest: int) -> None:
         )  # fmt: skip
         torch.cuda.synchronize()
         assert total(wrong) == 0, "blocks were changed while they were owned"
-        assert total(nulls) == 0, "there was memory for everybody"
+        assert total(nulls) == 0, "there was memory for every request"
         heap.audit()
         stats = heap.stats()
         assert stats.allocations == stats.frees == lanes * 12
@@ -70,7 +70,7 @@ def test_churn_of_scalars(warps: int, largest: int) -> None:
 @pytest.mark.parametrize("warps", WARPS)
 @pytest.mark.parametrize("capacity", ["64KiB", "1MiB", "9MiB"])
 def test_churn_in_a_nearly_full_heap(warps: int, capacity: str) -> None:
-    """Nulls are right here, but every null is recorded, and nobody hangs or is given less."""
+    """Nulls are right here, but every null is recorded, and no program hangs or gets less."""
     lanes, rounds = 2048, 8
     block = 32 * warps
     wrong, nulls = zeros(lanes), zeros(lanes)
@@ -196,7 +196,7 @@ def test_double_frees_are_counted_exactly(size: int, warps: int) -> None:
 @pytest.mark.parametrize("warps", WARPS)
 def test_stale_frees_beside_churn(warps: int) -> None:
     """Addresses inside live pages, misaligned and foreign, are freed while others work: only the
-    record changes. Nobody's block begins there, so the outcome is known."""
+    record changes. No block begins there, so the outcome is known."""
     lanes, block = 8192, 32 * warps
     wrong, nulls = zeros(lanes), zeros(lanes)
     bad_stream = torch.cuda.Stream()
@@ -239,7 +239,7 @@ def test_several_streams(warps: int) -> None:
 
 @pytest.mark.parametrize("warps", WARPS)
 def test_many_rounds_with_survivors(warps: int) -> None:
-    """Half of the blocks live on in every round: the heap fragments, and nothing is mixed up."""
+    """Half of the blocks stay live in every round: the heap fragments, and nothing is mixed up."""
     lanes, block = 20_000, 32 * warps
     generator = torch.Generator().manual_seed(11)
     with Heap("512MiB") as heap:
@@ -262,7 +262,7 @@ def test_many_rounds_with_survivors(warps: int) -> None:
 
 @pytest.mark.parametrize("warps", WARPS)
 def test_in_a_cuda_graph(warps: int) -> None:
-    """A captured malloc and free replays: addresses are chosen anew in every replay."""
+    """A captured malloc and free replays: addresses are chosen again in every replay."""
     n, block = 4096, 32 * warps
     sizes = torch.randint(1, 5000, (n,), device="cuda")
     addrs = zeros(n)

@@ -1,4 +1,4 @@
-"""Groups of lanes that want the same, as the heap uses them."""
+"""Groups of lanes that request the same, as the heap uses them."""
 
 import pytest
 import torch

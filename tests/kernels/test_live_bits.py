@@ -1,4 +1,4 @@
-"""Live bits that somebody else had: what lanes hear of them, and where else they look."""
+"""Live bits that another program had: what lanes learn of them, and where else they look."""
 
 import math
 
@@ -25,13 +25,14 @@ def heard_kernel(pages, granules, wrong, out, LANES: tl.constexpr):
 @pytest.mark.parametrize(("lanes", "warps"), [(8, 1), (32, 1), (128, 1), (128, 4)])
 def test_each_lane_hears_of_its_own_bit_only(lanes: int, warps: int) -> None:
     """Slots of 1 KiB, over several pages: those of a page are the bits of one word. The first lane
-    of a page spoke for all of them, and some of the bits had been set by somebody else."""
+    of a page made the request for all of them, and some of the bits had been set by another
+    program."""
     generator = torch.Generator().manual_seed(lanes)
     per_page = min(16, lanes // 2)
     lane = torch.arange(lanes)
     pages, slots = lane // per_page, lane % per_page
     taken = torch.rand(lanes, generator=generator) < 0.3
-    taken[:per_page] = False  # (of a page nobody hears anything)
+    taken[:per_page] = False  # (no lane learns anything of a page)
     taken[-1], taken[-2] = True, False
     bits = torch.where(taken, 1 << slots, 0)  # int64
     wrong = torch.zeros(lanes, dtype=torch.int64)
@@ -52,7 +53,7 @@ def test_each_lane_hears_of_its_own_bit_only(lanes: int, warps: int) -> None:
 
 @pytest.mark.parametrize("size", CLASS_SIZES)
 def test_who_goes_on_by_the_stride_comes_to_every_slot(size: int) -> None:
-    """Or a lane that was promised the last slot of a page might look for it for ever."""
+    """Or a lane with a reservation of the last slot of a page might search without end."""
     slots = PAGE_BYTES // size
     stride = live.STRIDE.value
     assert slots <= stride or math.gcd(slots, stride) == 1

@@ -1,4 +1,5 @@
-"""Pages that lie on the shelf: free for everybody, and at hand for the program that put them."""
+"""Pages that lie on the shelf: free for every program, and found first by the program that put
+them."""
 
 from __future__ import annotations
 
@@ -136,7 +137,7 @@ def test_another_use_takes_the_place(heap: Heap) -> None:
 
 
 def test_one_of_a_kind_is_enough(heap: Heap) -> None:
-    """A second of the same kind goes back to where everybody finds it."""
+    """A second of the same kind goes back to where every program finds it."""
     first, second = Blocks(heap, 1, SIZE), Blocks(heap, 1, SIZE)
     first.free()
     second.free()

@@ -57,7 +57,7 @@ def stripe_word(heap: Heap, cls: int = CLASS) -> torch.Tensor:
     [(LEAST, False), (LEAST + 1, False), *((-slabs.MAX_DEBT.value - 1, k) for k in (False, True))],
 )
 def test_a_large_debt_is_brought_back(credits: int, known: bool) -> None:
-    """Everybody draws beside the stripe and subtracts from it first: it must not wrap."""
+    """Every program draws beside the stripe and subtracts from it first: it must not wrap."""
     with Heap(32 * PAGE_BYTES) as heap:
         word = stripe_word(heap)
         word.fill_(drawing_word(credits))
@@ -83,7 +83,7 @@ def test_a_small_debt_is_left_alone(credits: int, known: bool) -> None:
 
 @pytest.mark.parametrize("known", [False, True])
 def test_the_debt_of_a_refill_is_left_alone(known: bool) -> None:
-    """Of a stripe that somebody refills, the word is the refiller's to replace."""
+    """While a program refills a stripe, only that program may replace the word."""
     with Heap(32 * PAGE_BYTES) as heap:
         word = stripe_word(heap)
         word.fill_(batches.REFILLING.value - slabs.MAX_DEBT.value - 5)
@@ -98,7 +98,7 @@ def test_the_duty_to_refill_is_kept_where_no_spare_is_ready() -> None:
         found = torch.full((2,), -1, dtype=torch.int64, device=DEVICE)
         await_kernel[(1,)](heap.handle, found, CLS=CLASS, NEED=5, KNOWN=True, DUTY=1)
         assert found.tolist() == [0, 1]
-        assert stripe_word(heap).tolist() == [-5], "nobody has refilled it"
+        assert stripe_word(heap).tolist() == [-5], "no program has refilled it"
         stripe_word(heap).zero_()
 
 
@@ -117,7 +117,8 @@ def test_malloc_works_beside_a_large_debt(lanes: int) -> None:
 
 @pytest.mark.parametrize("lanes", [1, 64])
 def test_a_large_debt_is_brought_back_by_who_can_draw(lanes: int) -> None:
-    """Nobody fails to draw, so nobody takes the duty to refill: the debt would grow for ever."""
+    """No program fails to draw, so none takes the duty to refill: the debt would grow without
+    end."""
     with Heap(32 * PAGE_BYTES) as heap:
         had = malloc_lanes(heap, [64] * 1024, block=1024)
         heap.trim()

@@ -46,7 +46,7 @@ def test_replay_command(tmp_path: Path, snapshot: Path) -> None:
     code, text = run("replay", snapshot, "-o", plot)
     assert code == 0, text
     assert "32 events: 16 allocations on 2 streams, at most" in text
-    assert "lived before the first event" in text
+    assert "were live before the first event" in text
     found = rows(text)
     assert list(found) == ["recorded", *ALLOCATORS]
     assert found["none"][2] == "16", "every allocation is a call"

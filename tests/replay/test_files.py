@@ -56,7 +56,7 @@ Thread,Time,Action,Pointer,Size,Stream
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_log_of_rmm(tmp_path: Path, packed: bool) -> None:
-    """It begins in the middle: what is freed first lived before."""
+    """It begins in the middle: what is freed first was live before."""
     path = tmp_path / "rmm.csv"
     data = RMM_LOG.encode()
     path.write_bytes(gzip.compress(data) if packed else data)
@@ -64,7 +64,7 @@ def test_a_log_of_rmm(tmp_path: Path, packed: bool) -> None:
     assert trace.live_at_start == 1
     assert trace.requested() == [256, 0, 512, 1536, 1024, 0]
     assert trace.notes == (
-        "1 blocks (256 B) lived before the first event",
+        "1 blocks (256 B) were live before the first event",
         "1 x failed allocations, left out",
     )
 

@@ -1,6 +1,6 @@
 """Programs whose sizes change from step to step, through every policy: who reserves how much.
 
-Two programs are small likenesses of what is recorded on a GPU: training on batches of varying
+Two programs imitate, in small, what is recorded on a GPU: training on batches of varying
 length, and requests whose caches are copied into larger ones as they grow. They say what the
 policies do to such patterns, not that one is better on every program. Then what was recorded.
 """
@@ -39,7 +39,8 @@ class Program:
 
 
 def training(seed: int) -> Trace:
-    """16 steps; the activations of 6 layers live until the backward pass, temporaries do not."""
+    """16 steps; the activations of 6 layers are live until the backward pass, temporaries do
+    not."""
     program, rng = Program(), random.Random(seed)
     for size in (3 * MIB, 700 * KIB, 9 * MIB) * 3:
         program.allocate(size)

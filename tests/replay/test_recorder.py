@@ -80,7 +80,7 @@ def test_a_recording_that_lost_its_beginning() -> None:
 
 
 def test_recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The whole command, over an allocator that stands in for PyTorch's."""
+    """The whole command, over an allocator in place of PyTorch's."""
     recorder = TorchLike()
     switched: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Reading PyTorch's snapshots, from any point on, and their pickles, of whatever content."""
+"""Reading PyTorch's snapshots, from any point on, and their pickles, of any content."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_what_lived_before_is_told() -> None:
     trace = snapshot_trace(recorder.snapshot(len(recorder.entries) - before))
     assert trace.live_at_start == 2
     assert trace.events[:3] == (Event(0, 1000, 0), Event(1, 2000, 0), Event(1, 0, 0))
-    assert trace.notes == ("2 blocks (2.93 KiB) lived before the first event",)
+    assert trace.notes == ("2 blocks (2.93 KiB) were live before the first event",)
     assert trace.recorded == Recorded(SEGMENT, ())
     assert kept < freed
 
@@ -165,7 +165,8 @@ def test_the_device_with_the_most_events() -> None:
 
 
 def test_other_kinds_of_events() -> None:
-    """Mapped segments count as segments; what does not matter is left out, what is unknown told."""
+    """Mapped segments count as segments; what does not matter is left out, what is unknown is
+    reported."""
     recorder = TorchLike()
     recorder.alloc(1000)
     recorder.entries[0]["action"] = "segment_map"

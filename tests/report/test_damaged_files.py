@@ -1,7 +1,7 @@
 """Files of every kind that devalloc reads, damaged at random: read, or refused by name.
 
 Bytes are changed, cut out and repeated, in the file itself and in what is packed in it, files end
-early, and values are such as nobody writes. Nothing but `InvalidArgument` may come of it.
+early, and values are such as no program writes. No other error than `InvalidArgument` may follow.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def a_pickle(rng: random.Random) -> bytes:
 
 
 def asks_for_memory(data: bytes) -> bool:
-    """Whether a pickle wants a place so far back in its memo that Python would fill gigabytes."""
+    """Whether a pickle requests a place so far back in its memo that Python would fill
+    gigabytes."""
     try:
         return any(
             "PUT" in opcode.name and argument > 1 << 20
@@ -201,4 +202,4 @@ def test_damaged_files(
         except Exception as error:
             wrong.setdefault(type(error).__name__, f"in round {number}: {str(error)[:100]}")
     assert not wrong
-    assert refused > ROUNDS // 4, "the damage is felt"
+    assert refused > ROUNDS // 4, "the damage has an effect"

@@ -104,7 +104,7 @@ def test_wheel(checkout: Path, environment: Environment, elsewhere: Path) -> Non
     top_level = {entry.name for entry in environment.packages.iterdir() if entry.is_dir()}
     assert {name for name in top_level if not name.endswith(".dist-info")} == {"devalloc"}
 
-    # A distribution that owns the top-level name `kernels` must not be taken for ours.
+    # A distribution that owns the top-level name `kernels` must not be mistaken for ours.
     foreign = environment.packages / "kernels"
     foreign.mkdir()
     (foreign / "__init__.py").write_text("raise ImportError('not ours')\n")

@@ -34,16 +34,16 @@ ALLOWED = {
     "guards.span_changed": "a tile without copies: one thread reads each word",
     "guards.scan": "a tile without copies: one thread reads each word",
     "debug_upkeep.audit_kernel": "entries; the heap is at rest",
-    "debug_upkeep.malloc_tagged_kernel": "the tensor of requests; nobody writes it meanwhile",
-    "rows.check_offsets": "the tensor of offsets; nobody writes it while the kernel runs",
-    "rows.first_row": "the tensor of offsets; nobody writes it while the kernel runs",
+    "debug_upkeep.malloc_tagged_kernel": "the tensor of requests; no program writes it meanwhile",
+    "rows.check_offsets": "the tensor of offsets; no program writes it meanwhile",
+    "rows.first_row": "the tensor of offsets; no program writes it meanwhile",
     "rows.move_rows": "offsets, addresses and the elements that are moved: all the caller's",
-    "upkeep.malloc_kernel": "the tensor of requests; nobody writes it while the kernel runs",
-    "upkeep.free_kernel": "the tensor of addresses; nobody writes it while the kernel runs",
-    "upkeep.usable_size_kernel": "the tensor of addresses; nobody writes it while the kernel runs",
+    "upkeep.malloc_kernel": "the tensor of requests; no program writes it meanwhile",
+    "upkeep.free_kernel": "the tensor of addresses; no program writes it meanwhile",
+    "upkeep.usable_size_kernel": "the tensor of addresses; no program writes it meanwhile",
 }
 
-# Whatever reads memory without being an atomic, however it is spelled.
+# Functions that read memory without being an atomic, however it is spelled.
 READS = {"load", "load_tensor_descriptor", "make_block_ptr", "gather", "inline_asm_elementwise"}
 
 

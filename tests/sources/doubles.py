@@ -184,10 +184,11 @@ class FakeRuntime:
 
 
 class FakeDriver:
-    """The virtual memory of the CUDA driver, strictly: whoever breaks its rules gets INVALID_VALUE.
+    """The virtual memory of the CUDA driver, strictly: a call that breaks its rules gets
+    INVALID_VALUE.
 
     Enumerations and structs are the real ones. ``fail`` maps the name of a function to the statuses
-    that its next calls return; ``fail_at`` makes the call of that number fail, of whatever kind.
+    that its next calls return; ``fail_at`` makes the call of that number fail, of any kind.
     A handle is an int; ``capacity`` bytes can be created.
     """
 

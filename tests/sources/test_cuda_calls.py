@@ -49,7 +49,7 @@ def test_failures(fake: FakeRuntime, make: Callable[[torch.device], Source], cal
     fake.fail[call] = fake.cudaError_t.cudaErrorMemoryAllocation
     with pytest.raises(OutOfMemory, match=rf"{call} of 1 TiB .*failed: .*ask for less") as error:
         source.allocate(1 << 40)
-    assert fake.names()[-1] == "cudaGetLastError", "nobody else may see this error"
+    assert fake.names()[-1] == "cudaGetLastError", "no other call may see this error"
     if source.device.type == "cuda":
         assert "3 GiB of 8 GiB are free" in str(error.value)
     fake.fail[call] = fake.cudaError_t.cudaErrorStreamCaptureUnsupported
@@ -113,7 +113,7 @@ def test_a_pool_goes_with_its_source(fake: FakeRuntime) -> None:
     address = source.allocate(5000, 0)
     del source
     gc.collect()
-    assert "cudaMemPoolDestroy" not in fake.names(), "whoever can still free keeps the pool"
+    assert "cudaMemPoolDestroy" not in fake.names(), "an object that can still free keeps the pool"
     free(address, 5000, 0)
     del free
     gc.collect()
@@ -154,7 +154,7 @@ def test_pinned_memory_waits_for_its_users(fake: FakeRuntime) -> None:
 @pytest.mark.proves("rmm/release-threshold")
 @pytest.mark.gpu
 def test_a_pool_returns_its_memory() -> None:
-    """Threshold 0: given back when somebody synchronises; a large one: kept, until trimmed."""
+    """Threshold 0: given back when the program synchronises; a large one: kept, until trimmed."""
     lean, fat = AsyncSource(DEVICE), AsyncSource(DEVICE, release_threshold="1GiB")
     for source in (lean, fat):
         source.free(source.allocate(64 << 20), 64 << 20)

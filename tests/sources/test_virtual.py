@@ -112,7 +112,7 @@ def test_calls_and_their_order(source: VirtualSource, fake: FakeDriver) -> None:
         "cuCtxSynchronize",
         "cuMemUnmap",
         "cuMemAddressFree",
-    ], "the idle handle is mapped again, and without a stream the device is waited for"
+    ], "the idle handle is mapped again, and without a stream the call waits for the device"
     assert source.trim() == 2 * MIB
     assert fake.calls[-1] == ("cuMemRelease", handle)
     assert not any(fake.state)
@@ -258,7 +258,7 @@ def test_detached_memory_is_held(source: VirtualSource, fake: FakeDriver) -> Non
     assert fake.names() == ["cuMemUnmap"] * 2
     assert not fake.mapped
     assert (source.stats().mapped, source.stats().idle) == (0, 12 * MIB)
-    assert source.trim() == 0, "nobody else gets it"
+    assert source.trim() == 0, "no other call gets it"
     for call in (source.map, source.detach):
         with pytest.raises(InvalidArgument, match="is detached; attach or discard it first"):
             call(address)
@@ -321,7 +321,7 @@ def scenario(source: VirtualSource, record: list[tuple[int, int]]) -> None:
 
 
 def consistent(source: VirtualSource, fake: FakeDriver) -> None:
-    """The books of the source are those of the driver."""
+    """The counts of the source are those of the driver."""
     stats = source.stats()
     assert stats.address_space == sum(fake.reserved.values())
     assert stats.mapped == sum(nbytes for nbytes, _ in fake.mapped.values())
@@ -538,7 +538,7 @@ def test_a_release_in_the_background_is_waited_for(
 
     monkeypatch.setattr(fake, "cuMemRelease", slow)
     source.free(source.allocate(4 * MIB), 4 * MIB)
-    assert started.wait(10), "nobody waits for it: a thread does it"
+    assert started.wait(10), "no call waits for it: a thread does it"
     threading.Timer(0.05, go_on.set).start()
     address = source.allocate(4 * MIB)
     source.free(address, 4 * MIB)
@@ -625,7 +625,7 @@ def test_of_threads_that_map_one_place_one_succeeds(source: VirtualSource) -> No
 
 
 def test_a_pool_refuses_no_handle(source: VirtualSource, fake: FakeDriver) -> None:
-    """Handles of sizes that nobody asks for again do not stay for ever."""
+    """Handles of sizes that are not asked for again are released in the end."""
     source.idle_limit = "64MiB"
     for nbytes in range(2, 40, 2):
         source.free(source.allocate(nbytes * MIB), nbytes * MIB)

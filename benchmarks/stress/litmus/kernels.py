@@ -1,11 +1,11 @@
 """Kernels that would show a wrong order of memory accesses.
 
 **Hand-over.** Every 16 bytes of a heap hold a counter: how often they were owned, and a seal of
-that number. Whoever gets a block loads the counters in it, plainly, stores each plus one, plainly,
-and frees the block; nothing but malloc and free orders these accesses. A store that lands after the
-next owner's, or a load that sees what was there before the last owner, loses an increment: in the
-end the counters do not add up to what was counted. Number and seal that do not belong together are
-seen at once.
+that number. The program that gets a block loads the counters in it, plainly, stores each plus one,
+plainly, and frees the block; nothing but malloc and free orders these accesses. A store that lands
+after the next owner's, or a load that sees what was there before the last owner, loses an
+increment: in the end the counters do not add up to what was counted. Number and seal that do not
+belong together are seen at once.
 
 **Shapes.** Two or three programs run the same loop over two words of their own, without waiting for
 one another. Values only grow, so one launch gives as many instances of the shape as it has turns:
@@ -140,7 +140,7 @@ def put(ptr, value, after, ORDER: tl.constexpr):
 @triton.jit
 def get(ptr, after, ORDER: tl.constexpr):
     """Read words, at an address that with ORDER returned depends on an earlier access. (A plain
-    load would find the first value in the cache for ever; a fence empties the cache.)"""
+    load would always find the first value in the cache; a fence empties the cache.)"""
     if ORDER == "plain":
         value = tl.load(ptr, volatile=True)
     elif ORDER == "fenced":

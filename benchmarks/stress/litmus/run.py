@@ -149,8 +149,8 @@ def buffered(log: torch.Tensor) -> tuple[int, int]:
     """Of store buffering: how many reads fell into the other's run, and how many are forbidden.
 
     `log`[role, group, turn, lane] is what a program read of the other's word after writing turn + 1
-    to its own. If program 0 read r in turn t, it did not see the other's write of r + 1; whoever
-    wrote that must then have seen the write of t.
+    to its own. If program 0 read r in turn t, it did not see the other's write of r + 1; the
+    program that wrote that must then have seen the write of t.
     """
     first, second = log[0], log[1]
     turns = log.shape[2]

@@ -64,7 +64,7 @@ class Cache(LockedCalls):
     does, memory runs out, or the cache is closed.
 
     A signal handler that raises (Ctrl-C) may end any call: `malloc` has then allocated nothing, a
-    free has happened or not (freeing again tells), and the cache works on.
+    free has happened or not (freeing again tells), and the cache stays usable.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class Cache(LockedCalls):
             cache's lock; returns whether the allocation goes to the pool. Default: all allocations
             of this thread do.
         capture : bool
-            Whether a stream is being captured meanwhile. Then no event is queried or recorded,
-            nothing is waited for, and nothing goes back to the source until the last capture has
-            ended.
+            Whether a stream is being captured meanwhile. Then the cache queries and records no
+            event, waits for nothing, and gives nothing back to the source until the last capture
+            has ended.
 
         Raises
         ------
@@ -129,12 +129,12 @@ class Cache(LockedCalls):
         return self._store.streams
 
     def record_stream(self, address: int, stream: int, claim: int | None = None) -> None:
-        """Say that ``stream`` also uses the block.
+        """Record that ``stream`` also uses the block.
 
         After its free the block becomes available only when the work that was queued on ``stream``
         at that time is done; the free itself does not wait. The stream that owns the block is
-        ignored. Raises InvalidArgument if no block lives at ``address`` (under ``claim``, if one is
-        given), or if ``stream`` is not an int.
+        ignored. Raises InvalidArgument if there is no live block at ``address`` (under ``claim``,
+        if one is given), or if ``stream`` is not an int.
         """
         if type(stream) is not int:
             raise InvalidArgument(f"a stream is given by its handle, an int, not {quote(stream)}")
@@ -149,10 +149,10 @@ class Cache(LockedCalls):
                 self._attention = self.reuse.closed = True
 
     def erase_stream(self, address: int, stream: int) -> None:
-        """Take one `record_stream` back: the caller has waited for what ``stream`` did.
+        """Undo one `record_stream`, after the caller has waited until ``stream`` is done.
 
-        Raises InvalidArgument if no block lives at ``address``. A stream that was not recorded is
-        ignored.
+        Raises InvalidArgument if there is no live block at ``address``. A stream that was not
+        recorded is ignored.
         """
         with self._lock:
             self.require_live(address)
@@ -178,7 +178,7 @@ class Cache(LockedCalls):
         store = self._store
         if store.captures:
             raise InvalidArgument("a stream cannot be forgotten during a capture")
-        # First: a block whose user ends meanwhile must not be parked.
+        # First: if the user of a block ends meanwhile, the block must not be kept for reuse.
         self.reuse.forget_stream(stream)
         store.streams.synchronize()
         store.pending.forget_stream(stream)
@@ -345,7 +345,7 @@ class Cache(LockedCalls):
 
     @entry_point
     def report(self) -> str:
-        """A text with bins, the largest free block, fragmentation, and a picture of occupancy."""
+        """Text with bins, the largest free block, fragmentation, and a picture of occupancy."""
         return explain.report(self._store)
 
     @entry_point
@@ -365,7 +365,7 @@ class Cache(LockedCalls):
         return self._store.reserved
 
     def owns(self, address: int, claim: int | None = None) -> bool:
-        """Whether an allocation lives at ``address``, under this claim if one is given."""
+        """Whether ``address`` is that of a live allocation, under this claim if one is given."""
         explain.require_address(address)
         with self._lock:
             self._look()

@@ -1,4 +1,4 @@
-"""How the parts of a cache come to its lock: what `Cache` offers them."""
+"""How the parts of a cache use its lock: what `Cache` offers them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Entry(Protocol):
-    """A cache, as its parts see it; `devalloc.arena.cache.allocator.Cache` has the words."""
+    """A cache, as its parts see it; `devalloc.arena.cache.allocator.Cache` documents it."""
 
     policy: Policy
 

@@ -1,4 +1,4 @@
-"""The cache in words: why a call failed, and the report with bins and occupancy."""
+"""Texts about the cache: why a call failed, and the report with bins and occupancy."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def _remedy(store: Store, request: Request, sums: dict[int, int], elsewhere: int
             steps.append("free something")
         elif store.reserved and store.privates:
             steps.append("release a private pool")
-    # Without a limit it was the source that refused, and others hold its memory.
-    text = ", or ".join(steps or ["ask for less, or free what others have of the source's memory"])
+    # Without a limit the source failed, and other programs or caches hold its memory.
+    text = ", or ".join(steps or ["ask for less, or free memory of the source elsewhere"])
     return text[0].upper() + text[1:]
 
 
@@ -96,7 +96,7 @@ def require_address(address: object) -> None:
 
 
 def wrong_free(store: Store, address: int, claim: int) -> DevallocError:
-    """The error for freeing something that is not a live allocation, or another's."""
+    """The error for freeing something that is not a live allocation, or not the caller's."""
     block = next(
         (
             block
@@ -115,7 +115,7 @@ def wrong_free(store: Store, address: int, claim: int) -> DevallocError:
     if block.state == LIVE and block.address == address:
         if claim:
             return DoubleFree(
-                f"double free of {address:#x}: it was freed before, and is another's now"
+                f"double free of {address:#x}: it was freed before, and is another allocation now"
             )
         return InvalidFree(
             f"invalid free of {address:#x}: the allocation belongs to an object, such as a "
@@ -127,7 +127,7 @@ def wrong_free(store: Store, address: int, claim: int) -> DevallocError:
             f"of {format_size(block.size)} at {block.address:#x}; free what malloc returned"
         )
     return DoubleFree(
-        f"double free of {address:#x}: no allocation lives there; it was freed before or "
+        f"double free of {address:#x}: there is no live allocation there; it was freed before or "
         "never allocated"
     )
 

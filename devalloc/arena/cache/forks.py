@@ -2,9 +2,9 @@
 
 The forking thread holds the locks of all caches during the fork, so that the child finds each cache
 as it is between two calls. A thread that holds one of these locks may be waiting for another, in a
-finalizer for instance. So if one lock cannot be had soon, the forking thread releases all of them
-and begins again. A call that lasts longer is waiting for its source or its streams, and so is not
-in the middle of any change: after some seconds the fork goes on, and the child gets a new lock.
+finalizer for instance. So if it cannot acquire one lock soon, the forking thread releases all of
+them and starts again. A call that lasts longer is waiting for its source or its streams, and so is
+not in the middle of any change: after some seconds the fork goes on, and the child gets a new lock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Forkable(Protocol):
         """What the forking thread holds."""
 
     def begin_in_child(self, held: bool) -> None:
-        """Begin anew in the child; ``held`` says whether the forking thread had the lock."""
+        """Start again in the child; ``held`` says whether the forking thread had the lock."""
 
 
 # References to the caches, so that copying the set is one operation that no thread interrupts.
@@ -38,7 +38,7 @@ _HELD: dict[int, list[Forkable]] = {}
 
 
 def watch(cache: Forkable) -> None:
-    """Hold the lock of ``cache`` during forks, as long as the cache lives."""
+    """Hold the lock of ``cache`` during forks, as long as the cache exists."""
     _CACHES.add(weakref.ref(cache, _CACHES.discard))
 
 
@@ -63,7 +63,7 @@ def _before() -> None:
 
 
 def _hold(cache: Forkable, seconds: float, held: list[Forkable]) -> None:
-    """Enter a cache in ``held`` if its lock can be had within ``seconds``."""
+    """Enter a cache in ``held`` if its lock can be acquired within ``seconds``."""
     acquire = operator.methodcaller("acquire", True, seconds)
     got: list[bool] = []
     try:
@@ -81,7 +81,7 @@ def _after_in_parent() -> None:
 
 def _after_in_child() -> None:
     held = _HELD.pop(threading.get_ident(), [])
-    _HELD.clear()  # of threads that are not here
+    _HELD.clear()  # of threads that do not exist in the child
     for cache in _living():
         cache.begin_in_child(cache in held)
     for cache in held:

@@ -1,12 +1,12 @@
-"""The default pools in the hands of a front, which serves PyTorch without Python.
+"""The default pools while a front has them, which serves PyTorch without Python.
 
 A `Loan` gives the pools to a `Front` and takes them back. Meanwhile the store's default pools are
 out of date, and nothing may look at them: `Cache` takes them back first. The front works by the
 policy's own rule (`FrontRule`), so it places every block where the store would have placed it.
-PyTorch asks the front itself; what the front does not do alone comes to `Loan.serve` and
+PyTorch asks the front itself; the front passes what it cannot do to `Loan.serve` and
 `Loan.take_back`.
 
-To interrupt `Loan.take` does no harm: the front keeps what it had until it is given something new,
+Interrupting `Loan.take` is harmless: the front keeps what it had until it is given something new,
 so the next call takes it again. See docs/design/host.md.
 """
 
@@ -94,7 +94,7 @@ class Loan:
         self.front = front
 
     def serve(self, nbytes: int, stream: int) -> int:
-        """`Cache.malloc` for PyTorch, of what the front does not serve by itself."""
+        """`Cache.malloc` for PyTorch, for what the front does not serve."""
         cache, given = self._cache, list[int]()
         try:
             with cache.lock:
@@ -108,7 +108,7 @@ class Loan:
                         cache.call_beside_front(self.give)
             return given[-1]
         except BaseException:
-            cache.free_later(given)  # PyTorch will not have it
+            cache.free_later(given)  # PyTorch will not receive it
             raise
 
     def _serve(self, nbytes: int, stream: int, given: list[int]) -> None:
@@ -119,7 +119,7 @@ class Loan:
             given.extend(map(front.malloc, (nbytes,), (size,), (index,), (stream,)))
 
     def take_back(self, address: int) -> None:
-        """`Cache.free` for PyTorch, of what the front does not free by itself."""
+        """`Cache.free` for PyTorch, for what the front does not free."""
         cache = self._cache
         with cache.lock:
             out = self.out and not cache.inside

@@ -2,15 +2,15 @@
 
 Concurrency: one lock for everything. A thread that holds it may be interrupted by a garbage
 collection whose finalizers free blocks of this same cache: such a free is only noted, and done when
-the interrupted call is over (`_inside`). A call that waits, or runs other people's code, holds no
+the interrupted call is over (`_inside`). A call that waits, or runs a user's callback, holds no
 lock meanwhile, and the cache is in the state that it has between two calls (`_out`).
 
 Interruptions: an exception that is not one of ours may have come in the middle of a step. It leaves
-`_torn` set, and what is derived is computed anew before anything else (docs/design/host.md).
+`_torn` set, and what is derived is computed again before anything else (docs/design/host.md).
 
-The short way through `malloc` and `free` is for exact fits when nothing unusual is going on.
-`_attention` is set while something is: recorded uses by other streams, pending events, routes to
-private pools, history, a front, threads that are `_out`, a policy that wants to see every call.
+The fast path through `malloc` and `free` is for exact fits in the usual state.
+`_attention` is set in any other state: recorded uses by other streams, pending events, routes to
+private pools, history, a front, threads that are `_out`, a policy that must see every call.
 Blocks that wait for reuse (`devalloc.arena.cache.reuse`) are freed before anything else happens.
 """
 
@@ -79,7 +79,7 @@ def _guarded(
             if cache._inside:
                 raise DevallocError("the cache was used from a finalizer that interrupted it")
             cache._inside = True
-            # Lowered again by `_watch`, if nothing unusual is going on.
+            # Cleared again by `_watch`, if the fast path suffices.
             cache._attention = cache.reuse.closed = True
             try:
                 begin(cache)
@@ -117,7 +117,7 @@ def _beside_front(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenat
 
 
 class LockedCalls(Owner):
-    """malloc and free of a cache, and how all other calls come to its lock."""
+    """malloc and free of a cache, and how all other calls take its lock."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class LockedCalls(Owner):
         self.reuse = Reuse(self._store, self._settle)
         self._watch()
 
-    # The short way --------------------------------------------------------------------------------
+    # The fast path --------------------------------------------------------------------------------
 
     def malloc(
         self, nbytes: int, stream: int = 0, *, freed_before: int | None = None, claim: int = 0
@@ -234,7 +234,7 @@ class LockedCalls(Owner):
                     if self._torn or self._urgent:
                         self._settle()
         except BaseException:
-            if address:  # the caller will not have it
+            if address:  # the caller will not receive it
                 self._returned.append((address, claim, None))
                 self._settle()
             raise
@@ -248,7 +248,7 @@ class LockedCalls(Owner):
         Raises
         ------
         DoubleFree, InvalidFree
-            If no block lives at ``address`` under this claim; nothing has changed then.
+            If there is no live block at ``address`` under this claim; nothing has changed then.
         InvalidArgument
             If ``address`` is not an int.
         """
@@ -302,7 +302,7 @@ class LockedCalls(Owner):
                     self._settle()
 
     def free_in_finalizer(self, address: int, claim: int = 0) -> None:
-        """`free` for finalizers: waits for no other thread, and ignores what does not live.
+        """`free` for finalizers: waits for no other thread, and ignores what is not a live block.
 
         That thread may be waiting for a lock of this one: the finalizer may have interrupted a call
         of another cache, or a fork.
@@ -317,7 +317,7 @@ class LockedCalls(Owner):
         elif self._store.closed:
             self._settle()  # there may be no next call
 
-    # The whole way --------------------------------------------------------------------------------
+    # The slow path --------------------------------------------------------------------------------
 
     def _malloc(
         self, nbytes: object, stream: int, freed_before: int | None, routed: PoolSet | None
@@ -326,8 +326,8 @@ class LockedCalls(Owner):
         store = self._store
         if self._out and threading.get_ident() in self._out:
             raise DevallocError(
-                "malloc was called from a callback that the same cache had called for want of "
-                "memory; such a callback may free, and must not allocate there"
+                "malloc was called from a callback that the same cache had called because it "
+                "had no memory; such a callback may free, and must not allocate there"
             )
         if store.closed:
             raise InvalidArgument("the cache is closed")
@@ -403,8 +403,8 @@ class LockedCalls(Owner):
     def _find_late(self, request: Request, waiting: bool) -> Block | None:
         """Take what has become free while the policy tried, or becomes free by waiting for events.
 
-        ``waiting``: whether events were waited for when the policy began. If something became free
-        but does not serve as it is, take the policy's steps once more.
+        ``waiting``: whether there were events to wait for when the policy began. If something
+        became free but does not serve as it is, take the policy's steps once more.
         """
         store = self._store
         if store.captures:
@@ -484,7 +484,7 @@ class LockedCalls(Owner):
     # Between calls --------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """What every call does first, under the lock, except on the short way."""
+        """What every call does first, under the lock, except on the fast path."""
         if self._torn:
             self._repair()
         self._take_loan()
@@ -496,8 +496,8 @@ class LockedCalls(Owner):
             self.loan.take()
 
     def _settle(self, watch: bool = False) -> None:
-        """Repair what is torn, and free what is parked or noted; with ``watch``, look whether
-        anything unusual is going on. If this thread is inside a call, the next call does it."""
+        """Repair what is torn, and free what is kept for reuse or noted; with ``watch``, see
+        whether the fast path suffices. If this thread is inside a call, the next call does it."""
         with self._lock:
             if self._inside:
                 self._urgent = self._store.closed
@@ -520,7 +520,7 @@ class LockedCalls(Owner):
                     self._inside = False
 
     def _repair(self) -> None:
-        """Compute anew what an interrupted call has left half done."""
+        """Compute again what an interrupted call has left half done."""
         self._take_loan()
         audit.repair(self._store)
         if not self._store.refused:
@@ -578,10 +578,10 @@ class LockedCalls(Owner):
                 self._free(block, routed)
             except BaseException:
                 if block.state == LIVE:
-                    self._store.pending.postpone(block)  # nobody is left who could free it again
+                    self._store.pending.postpone(block)  # nothing is left that could free it again
                 raise
         else:
-            self._store.put_back(block)  # that is all when nothing unusual is going on
+            self._store.put_back(block)  # that is all when the fast path suffices
 
     # For the parts of the cache -------------------------------------------------------------------
 
@@ -629,7 +629,7 @@ class LockedCalls(Owner):
         self._returned.extend((address, 0, None) for address in addresses if address)
 
     def _look(self) -> None:
-        """Have the blocks up to date, under the lock. In the midst of a call they are."""
+        """Have the blocks up to date, under the lock. In the middle of a call they are."""
         if self.loan.out and not self._inside:
             self._update()
 
@@ -638,10 +638,10 @@ class LockedCalls(Owner):
         """Every entry point does it."""
 
     def require_live(self, address: int, claim: int | None = None) -> Block:
-        """The block that lives at an address; InvalidArgument if there is none. Under the lock."""
+        """The live block at an address; InvalidArgument if there is none. Under the lock."""
         explain.require_address(address)
         self._look()
         block = self._store.live(address, claim)
         if block is None:
-            raise InvalidArgument(f"no allocation of this cache lives at {address:#x}")
+            raise InvalidArgument(f"this cache has no live allocation at {address:#x}")
         return block

@@ -179,7 +179,7 @@ class PrivatePools:
     def pools_of(self, address: int) -> PoolSet | None:
         """`pools_for` the stream that owns a block, which is live and this thread's to free.
 
-        None if that cannot be told now: in the middle of a call, where no filter may run.
+        None if that is not known now: in the middle of a call, where no filter may run.
         """
         block = self._store.blocks.get(address)
         if block is None or self._cache.lock._is_owned():  # type: ignore[attr-defined]
@@ -203,7 +203,7 @@ class PrivatePools:
         return pools
 
     def forget_ended_routes(self) -> None:
-        """Under the lock, by every call that looks whether anything unusual is going on."""
+        """Under the lock, by every call that sees whether the fast path suffices."""
         routes = tuple(route for route in self.routes if not route.ended)
         captures = sum(route.capture for route in routes)
         self.routes, self._store.captures = routes, captures
@@ -292,7 +292,7 @@ class PrivatePools:
             self._store.release_unused(pools)
 
     def abandon(self, pools: PoolSet) -> None:
-        """For finalizers: nobody can release the pools any more, or use them."""
+        """For finalizers: the pools can no longer be released or used."""
         pools.uses = 0
         self._cache.free_in_finalizer(0)
 
@@ -304,7 +304,7 @@ class PrivatePools:
         return "" if pools is None else pools.refusal
 
     def set_rule(self, address: int, rule: str, claim: int | None = None) -> None:
-        """Say what a pause does with a live block of a private pool, until it is freed.
+        """Set what a pause does with a live block of a private pool, until it is freed.
 
         Raises InvalidArgument if there is no such block.
         """
@@ -319,11 +319,11 @@ class PrivatePools:
         return self._cache.call(lambda: pools.nbytes)
 
     def contents_of(self, pools: PoolSet) -> list[Content]:
-        """What lives in private pools."""
+        """The live blocks of private pools."""
         return self._cache.call(self._contents, pools)
 
     def begin_change(self, pools: PoolSet, refusal: str, *, keep_idle: bool) -> list[Content]:
-        """Refuse allocations from private pools, with this text, and tell what lives there.
+        """Refuse allocations from private pools, with this text, and return the live blocks there.
 
         Idle segments go back to the source, unless ``keep_idle``: graphs use them when they are
         replayed. Raises InvalidArgument during a capture.
@@ -364,7 +364,7 @@ class PrivatePools:
         return Content(segment.address, segment.size, blocks, streams)
 
     def mark_asleep(self, pools: PoolSet, asleep: bool, refusal: str) -> None:
-        """Say whether the segments of private pools have memory, and what is refused there.
+        """Set whether the segments of private pools have memory, and why allocations there fail.
 
         Raises OutOfMemory if the limit forbids that they have it; nothing has changed then.
         """

@@ -1,18 +1,18 @@
 """Blocks whose user has ended and that are not free yet, for the next user of the same kind.
 
-Programs ask for the same things again and again. Code that hands out objects over blocks
-(`devalloc.arena.tensors`) *parks* a block when its object ends, under a key that says all about it.
-The next request with that key takes the block as it is, if the cache was not called in between. To
-the cache the block has been live all the time. Every call of the cache first frees what is parked,
-so the cache decides and reports as if each free had come at once; only the choice of the block for
-an equal request is not the policy's.
+Programs repeat equal requests. Code that hands out objects over blocks
+(`devalloc.arena.tensors`) keeps a block for reuse when its object ends (`Reuse.park`), under a key
+with everything that a request must match. The next request with that key takes the block unchanged,
+if the cache was not called in between. To the cache the block has been live all the time. Every
+call of the cache first frees what is kept for reuse, so the cache decides and reports as if each
+free had come at once; only the choice of the block for an equal request is not the policy's.
 
-Concurrency: there is no lock, because objects may end in the midst of anything, even of a garbage
-collection inside the cache. Every step is one operation on a list, a set or a dict, which is
+Concurrency: there is no lock, because objects may end at any time, even in a garbage collection
+inside the cache. Every step is one operation on a list, a set or a dict, which is
 atomic in CPython. `Reuse.clear` retires the stacks that it empties. A thread that pushes on a
-stack then checks whether the stack is retired or reuse is closed; if so, it has the cache free
-what nobody else would find. If two threads want one entry, ``pop`` decides. A closed `Reuse` gives
-nothing out, even if something is pushed late.
+stack then checks whether the stack is retired or reuse is closed; if so, it has the cache free what
+no other thread would find. If two threads take one entry, ``pop`` decides. A closed `Reuse` gives
+nothing out, even if something is pushed after the closing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from devalloc.arena.store.store import Store
 
-# Keeps stays alive, with the callbacks that tell their end and their caches.
+# Keeps stays alive, with the callbacks that report their end, and their caches.
 _STAYS: set[Stay] = set()
 
 
 class InUse(IndexError):
-    """Something else refers to what was parked, so it cannot be taken, as from an empty stack."""
+    """Something else refers to what was kept for reuse, so it cannot be taken."""
 
 
 class Stay:
@@ -37,7 +37,7 @@ class Stay:
     Attributes
     ----------
     reuse : Reuse
-        The parked blocks of the cache that the block is from.
+        The reused blocks of the cache that the block is from.
     address : int
     key : tuple
         A request must have an equal key; the last entry is the stream that owns the block.
@@ -46,7 +46,7 @@ class Stay:
     told : int
         How many of the turns have been noted for the statistics.
     stack : Stack
-        Where the stay was parked last, which saves looking it up by the key; or a retired stack.
+        Where the stay was kept last, which saves looking it up by the key; or a retired stack.
     """
 
     __slots__ = ("address", "key", "reuse", "stack", "told", "turns")
@@ -80,12 +80,12 @@ class Stay:
         raise NotImplementedError
 
     def exclude(self) -> None:
-        """Never park again."""
+        """Never keep the block for reuse again."""
         raise NotImplementedError
 
 
 class Stack(list[Stay]):
-    """The stays that are parked under one key."""
+    """The stays that are kept under one key."""
 
     __slots__ = ("retired",)
 
@@ -98,21 +98,21 @@ _NOWHERE.retired = True
 
 
 class Reuse:
-    """The parked blocks of one cache.
+    """The blocks of one cache that are kept for reuse.
 
     Parameters
     ----------
     store : Store
         The cache's store.
     settle : callable
-        The cache's function that frees what is parked, at once or with its next call.
+        The cache's function that frees what is kept, immediately or with its next call.
 
     Attributes
     ----------
     closed : bool
         Set by the cache while frees must reach it at once.
     stacks : dict
-        By key, the stays that were parked since the cache last looked.
+        By key, the stays that were kept since the last call of the cache.
     """
 
     __slots__ = ("_settle", "_store", "_turned", "closed", "stacks")
@@ -141,7 +141,7 @@ class Reuse:
             stack.append(stay)
             if not stack.retired:
                 break
-            # It was emptied in between, and nobody will look at it again: take one out.
+            # It was emptied in between, and no thread will look at it again: take one out.
             try:
                 stay = stack.pop()
             except IndexError:
@@ -175,7 +175,7 @@ class Reuse:
             while stack:
                 try:
                     stay = stack.pop()
-                except IndexError:  # another thread's now
+                except IndexError:  # another thread has taken it
                     break
                 if not stay.vacate():
                     continue
@@ -188,7 +188,7 @@ class Reuse:
             self._enter_turns()
 
     def count(self) -> None:
-        """Enter the turns of all stays, parked or not, in the statistics."""
+        """Enter the turns of all stays, kept or in use, in the statistics."""
         for stay in self._stays():
             self._note_turns(stay)
         self._enter_turns()
@@ -202,7 +202,7 @@ class Reuse:
             self._store.statistics.enter_turns(*self._turned.pop())
 
     def forget_stream(self, stream: int) -> None:
-        """Never park blocks of ``stream`` again: their owner changes, so their keys are wrong."""
+        """Never keep blocks of ``stream`` again: their owner changes, so their keys are wrong."""
         for stay in self._stays():
             if stay.key[-1] == stream:
                 stay.exclude()

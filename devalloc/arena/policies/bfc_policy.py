@@ -170,7 +170,8 @@ class BfcPolicy(Policy):
         block = store.grow(request, nbytes)
         while block is None:
             less = int(np.float32(nbytes) * _BACK_OFF)
-            # At least one chunk less: small sizes would be rounded up to themselves for ever.
+            # At least one chunk less: a small size would be rounded up to itself, and the loop
+            # would not end.
             nbytes = min(self.round(less), nbytes - MIN_CHUNK)
             if nbytes < request.size:
                 break

@@ -48,7 +48,7 @@ class FrugalPolicy(Policy):
 
     A miss that a segment given back earlier would have served is a regret. With the last of
     ``patience`` regrets the record rises to what that miss needs, and nothing is given back for it.
-    So a program that asks for the same again and again settles instead of paying at every turn.
+    So a program that asks for the same again and again stops returning and requesting segments.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class FrugalPolicy(Policy):
     Cost: more calls of the source than `TorchPolicy` makes, each of which may wait for the device
     (cudaFree does, for all streams), and one pass over the free blocks on a miss above the record.
     An allocation that hits costs the same. An ``allowance`` avoids calls from the start. In a
-    program that asks for the same again, regrets end the calls, at the price of memory.
+    program that asks for the same again, regrets end the calls, at the cost of memory.
 
     The policy does not wait for blocks that other streams still use unless the source or the limit
     refuses. Then it waits for all pending blocks; if none of them serves, it gives back everything

@@ -103,7 +103,7 @@ class Policy:
 
     @property
     def front_rule(self) -> FrontRule | None:
-        """What `best_fit`, `find` and `splits` amount to; None if no such rule says it.
+        """The rule that `best_fit`, `find` and `splits` follow; None if it cannot be expressed so.
 
         Then there is no front, and PyTorch calls Python each time.
         """
@@ -167,7 +167,7 @@ class Policy:
         raise InvalidArgument("time stamps need the policy BfcPolicy(timestamps=True)")
 
     def set_safe_frontier(self, time: int) -> None:
-        """Say that the work of every free up to ``time - 1`` is done."""
+        """Record that the work of every free up to ``time - 1`` is done."""
         raise InvalidArgument("time stamps need the policy BfcPolicy(timestamps=True)")
 
     # Reports --------------------------------------------------------------------------------------

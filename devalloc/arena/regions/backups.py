@@ -1,6 +1,6 @@
 """The backup of one region: in host memory, or in a file.
 
-Memory is kept from one pause to the next, as far as it is locked; a file lives from `save` to
+Memory is kept from one pause to the next, as far as it is locked; a file exists from `save` to
 `forget`. Up to the budget of the arena memory is locked, beyond it pageable; what does not fit into
 the host's memory goes to disk, if there is a folder for it.
 """

@@ -1,7 +1,7 @@
 """Copies and zeros by address, for the device that an arena is on.
 
-Nothing is waited for before the end of the `with` block, so copies overlap with each other and with
-what the caller does meanwhile. They are queued on the current stream.
+The copies are not waited on before the end of the `with` block, so copies overlap with each other
+and with what the caller does meanwhile. They are queued on the current stream.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Backups on disk: files without a name, which end with the process.
 
-A file that has no name needs no cleaning up: whatever ends the process, SIGKILL included, gives
-its blocks back to the file system. Only its owner can open it, because nobody else can.
+A file that has no name needs no cleaning up: when the process ends, even by SIGKILL, its blocks
+return to the file system. No other process can open it by a name.
 """
 
 from __future__ import annotations

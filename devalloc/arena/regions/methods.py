@@ -50,7 +50,7 @@ class RegionMethods:
         tag : str
             The region's name.
         backup : {None, "cpu", "disk"}
-            Where `pause` saves the contents of live tensors, blocks and heaps: nowhere, in host
+            Where `pause` saves the contents of live tensors, blocks and heaps: not at all, in host
             memory, or in a file in `backup_directory`.
         on_resume : {"undefined", "zero"}
             The contents of what has no backup after `resume`.
@@ -80,13 +80,13 @@ class RegionMethods:
     def pause(self, tag: Tags = None, streams: Sequence[int] | None = None) -> None:
         """Give the memory of a region back to the device, and keep its addresses.
 
-        Everything that lives there stays where it is and must not be used until `resume`. It may be
+        Everything allocated there keeps its address and must not be used until `resume`. It may be
         freed. ``tag`` is one, or a list of several; without one, all regions that are awake are
         paused. All or none. Pausing what sleeps changes nothing. If it raises, nothing has changed.
 
         Waits for the streams that own blocks of the region, for recorded ones, and for ``streams``
-        (handles). Work on other streams must not use the region any more. If a heap or memory of
-        PyTorch lives in the region and no ``streams`` are given, it waits for the device.
+        (handles). Work on other streams must not use the region any more. If the region contains a
+        heap or memory of PyTorch and no ``streams`` are given, it waits for the device.
 
         Raises
         ------
@@ -190,7 +190,7 @@ class RegionMethods:
         address, claim = self._place_of(what, "backup_of")
         known = self._regions.region_at(address) is not None or self._cache.owns(address, claim)
         if address and not known:
-            raise InvalidArgument(f"no allocation of this arena lives at {address:#x}")
+            raise InvalidArgument(f"this arena has no live allocation at {address:#x}")
         found = self._regions.backup_at(address)
         if found is None or not isinstance(what, torch.Tensor):
             return found

@@ -1,7 +1,7 @@
 """PyTorch's segments in a region: memory that `Arena.use` took while the region was entered.
 
-PyTorch's allocator divides these segments itself; a pause asks it which blocks live (`live`). It
-takes and gives back segments under a lock of its own, so `allocate` and `free` take no lock: see
+PyTorch's allocator divides these segments itself; a pause asks it which blocks are live (`live`).
+It takes and gives back segments under a lock of its own, so `allocate` and `free` take no lock: see
 `devalloc.arena.store.external`. Both sides announce what they are about to do before they look at
 what the other does. While the region changes, a free is only noted, and done when that is over.
 """
@@ -78,7 +78,8 @@ class Outside:
     # For the region -------------------------------------------------------------------------------
 
     def begin_pause(self, refusal: str) -> list[Content]:
-        """Refuse allocations, and tell what lives; InvalidArgument while a thread is inside."""
+        """Refuse allocations; return the live blocks. InvalidArgument while a thread is
+        inside."""
         self.refusal, self._frozen = refusal, True
         if self.inside:
             raise InvalidArgument(
@@ -93,7 +94,7 @@ class Outside:
         return self._contents()
 
     def begin_resume(self, refusal: str) -> list[Content]:
-        """Tell what slept and was not freed; OutOfMemory if the limit forbids that it wakes."""
+        """Return what slept and was not freed; OutOfMemory if the limit forbids that it wakes."""
         self.refusal, self._frozen = refusal, True
         self._external.wake(tuple(self.segments))
         return self._contents()

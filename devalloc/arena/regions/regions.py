@@ -166,7 +166,7 @@ class Regions:
         pool = self._cache.private_pool()
         region = self.here()
         if region is not None:
-            # (Pools whose graphs and memory are gone take no part any more.)
+            # (Pools whose graphs and memory are gone are left out.)
             region.graphs = [at for at in region.graphs if at.uses or at.nbytes]
             region.graphs.append(pool.pools)
             pool.pools.widens = True
@@ -180,7 +180,7 @@ class Regions:
 
     def add_outside(self, region: _Region, live: Live) -> Outside:
         """Let PyTorch take segments for a region."""
-        # (Those that PyTorch has forsaken and given back take no part any more.)
+        # (Those that PyTorch no longer uses and has given back are left out.)
         region.outside = [at for at in region.outside if at.segments or not at.forsaken]
         outside = Outside(self._cache.external, live)
         region.outside.append(outside)
@@ -208,7 +208,7 @@ class Regions:
         }
 
     def abandon(self) -> None:
-        """The arena is closed: memory goes back when nothing lives there."""
+        """The arena is closed: memory goes back when nothing is allocated there."""
         for region in self._all():
             self._cache.private.abandon(region.pool.pools)
             if region.state == AWAKE:
@@ -302,7 +302,8 @@ class Regions:
         return source
 
     def _begin(self, regions: list[_Region], begun: list[_Region], what: str) -> Contents:
-        """Refuse allocations in the regions, which are entered in ``begun``; what lives there."""
+        """Refuse allocations in the regions, which are entered in ``begun``; returns the live
+        blocks there."""
         contents: Contents = []
         for region in regions:
             begun.append(region)
@@ -330,7 +331,7 @@ class Regions:
     def _wait(self, streams: Sequence[int] | None, contents: Contents) -> None:
         """Wait for all work that may use the regions."""
         known = {stream for _, parts in contents for part in parts for stream in part.streams}
-        # PyTorch's memory is like that of heaps: it does not tell which streams use what.
+        # PyTorch's memory is like that of heaps: it does not record which streams use what.
         unknown = any(each.segments for region, _ in contents for each in region.outside) or any(
             part.address <= heap < part.address + part.nbytes
             for heap in tuple(self.heaps)

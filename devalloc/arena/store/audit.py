@@ -107,7 +107,7 @@ def _check_lists(store: Store) -> None:
 
 def _check_order(home: FreeList) -> None:
     _require(list(home.sizes) == sorted(home.by_size), "C1: a free list lost its order")
-    _require(len(home.sizes) <= 2 * home.blocks + 16, "C1: a free list keeps dead sizes")
+    _require(len(home.sizes) <= 2 * home.blocks + 16, "C1: a free list keeps too many empty sizes")
     for addresses in home.by_size.values():
         found = list(addresses)
         _require(found == sorted(set(found)), "C1: a free list lost its order")
@@ -160,7 +160,7 @@ def _check_sums(store: Store) -> None:
 
 
 def repair(store: Store) -> None:
-    """Compute everything derived from segments, chains of blocks, states and queues anew.
+    """Compute everything again that is derived from segments, chains of blocks, states and queues.
 
     For after an exception that came in the middle of a step: see docs/design/host.md. Blocks that
     were taken for a request become free.

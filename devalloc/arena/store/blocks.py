@@ -215,7 +215,7 @@ class FreeList:
     """The free blocks of one pool that one stream owns, ordered by (size, address).
 
     ``by_size`` has the addresses for each size: a sorted list, or a `SortedSet` where there are
-    many. ``blocks`` counts the blocks, in whatever state, whose home this is. There are never more
+    many. ``blocks`` counts the blocks, in any state, whose home this is. There are never more
     than ``2 * blocks + 16`` sizes. Without blocks the list leaves its pool.
     """
 
@@ -398,7 +398,7 @@ class Pool:
             self._idle.remove(known[0])
 
     def clear(self) -> None:
-        """Forget what can be computed, to be filled anew."""
+        """Forget what can be computed, to be filled again."""
         self.lists = {}
         self.nbytes = 0
         self.touched = set()

@@ -323,7 +323,7 @@ class Bookkeeping:
                     yield self.blocks[address]
 
     def live(self, address: int, claim: int | None = None) -> Block | None:
-        """The block that lives at an address, under this claim if one is given."""
+        """The live block at an address, under this claim if one is given."""
         block = self.blocks.get(address)
         if block is None or block.state != LIVE or (claim is not None and block.claim != claim):
             return None

@@ -8,10 +8,11 @@ that is mapped without gaps, so C1 and C3 hold for it as for any other: its bloc
 - it grows: memory is mapped behind it, and is one free block more, merged with a free last one;
 - it joins the next one, if the gap between them is filled;
 - it shrinks, or is divided: whole handles inside a free block are unmapped;
-- it is released, if all of it is free. A range whose last segment goes is given up.
+- it is released, if all of it is free. With its last segment, a range is
+  released too.
 
-Before anything is unmapped, the device is waited for: kernels of the stream that owns a free block
-may still use it. During a capture nothing is unmapped. What PyTorch takes in `Arena.use`, and
+Before it unmaps anything, the cache waits for the device: kernels of the stream that owns a free
+block may still use it. During a capture nothing is unmapped. What PyTorch takes in `Arena.use`, and
 memory in regions, does not expand.
 
 Interruptions: as in `devalloc.arena.store.store`. Ranges are primary state, and so is the range
@@ -224,7 +225,7 @@ class Expandable:
             raise
 
     def give_up_ranges(self, pool: Pool) -> None:
-        """Give up the ranges of a pool in which nothing is mapped."""
+        """Release the ranges of a pool in which nothing is mapped."""
         used = {at.range for at in self._store.segments.values()}
         for found in [at for at in pool.ranges.values() if at not in used]:
             gone: list[None] = []

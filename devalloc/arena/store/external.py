@@ -6,7 +6,7 @@ lock. Waiting for the cache's lock here could therefore deadlock, so nothing her
 waits for a thread.
 
 Instead of locking, both sides announce what they are about to take before they compare the sum with
-the limit. If two race for the last room, both may be refused, but never are both served. Single
+the limit. If two race for the last free bytes, both may fail, but never do both succeed. Single
 operations on a dict are atomic in CPython, and ``sum`` over its ints is one of them.
 """
 
@@ -45,7 +45,7 @@ class External:
         self._held: dict[int, int] = {}
         # Those that have no memory now.
         self._asleep: dict[int, int] = {}
-        # Bytes on their way, out or back, by ticket. For a moment counted twice rather than not.
+        # Bytes being taken or given back, by ticket. Briefly counted twice rather than not at all.
         self._moving: dict[int, int] = {}
         self.allocations = 0
         self.frees = 0

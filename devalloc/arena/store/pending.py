@@ -122,7 +122,7 @@ class Pending:
         if self._store.captures:
             return
         if self.deferred:
-            # An error is not that of this call, which goes on with what there is.
+            # The error is not from this call, which continues without these blocks.
             call_for_finalizers(Pending.record_deferred, [self])
         self.drain()
 

@@ -89,7 +89,7 @@ class Statistics:
         self._enter_rows(table)
 
     def enter(self, log: bytes) -> None:
-        """Add rows that somebody else has logged, after those that are here."""
+        """Add rows that were logged elsewhere (by a front), after those that are here."""
         self.fold()
         self._enter_rows(np.frombuffer(log, dtype=np.int64))
 

@@ -5,7 +5,7 @@ frees, and take segments from the source and give them back.
 
 Every step preserves both even when it raises one of our errors: the source is called first, and its
 result is entered afterwards. For exceptions that come in between (Ctrl-C) see docs/design/host.md:
-whatever a step has done to segments, chains and states is done by stores without a call between
+everything that a step does to segments, chains and states is done by stores without a call between
 them, and everything else can be computed from these.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class StorePolicy(SplitRule, Protocol):
-    """What a store asks of its policy; `devalloc.arena.policies.policy.Policy` has the words."""
+    """What a store asks of its policy; `devalloc.arena.policies.policy.Policy` documents it."""
 
     name: ClassVar[str]
     expandable_segments: bool

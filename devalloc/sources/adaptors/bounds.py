@@ -17,7 +17,8 @@ from devalloc.sources.source import (
 
 
 class LimitAdaptor(Adaptor):
-    """Lets at most ``limit`` bytes be out at a time (modelled on RMM's limiting resource).
+    """Allows at most ``limit`` bytes to be allocated at a time (modelled on RMM's limiting
+    resource).
 
     The limit is checked before the source is asked. It counts what allocations take: whole
     multiples of the source's granularity.

@@ -1,4 +1,4 @@
-"""Adaptors for running out of memory: wait for some, have some freed, or pretend to run out.
+"""Adaptors for running out of memory: wait, call a callback that frees, or simulate a failure.
 
 They treat `OutOfMemory` only; every other error passes through.
 """
@@ -16,11 +16,11 @@ from devalloc.sources.adaptors.adaptor import Adaptor
 from devalloc.sources.source import Source, require_request
 
 _MAX_SECONDS = 1e9
-"""Well within what a lock can wait."""
+"""Well below the longest wait of a lock."""
 
 
 class RetryAdaptor(Adaptor):
-    """Waits for another thread to free memory before it gives up (as Paddle's retry allocator).
+    """Waits for another thread to free memory before it fails (as Paddle's retry allocator).
 
     A request that failed is tried again after every free that passes through this adaptor, until
     ``seconds`` have gone by. Waiting threads hold no lock. Do not allocate while holding a lock

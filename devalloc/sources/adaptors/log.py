@@ -41,8 +41,8 @@ class LogAdaptor(Adaptor):
     path : str or Path
         The file, which is created or emptied. Raises OSError if it cannot be.
     auto_flush : bool
-        Flush each row to the file at once: slower, but a crash loses nothing except the rows of
-        calls that came while another thread was writing, which it was about to write too.
+        Flush each row to the file at once: slower, but a crash loses nothing except the rows that
+        another thread was about to write.
     """
 
     def __init__(self, inner: Source, path: str | Path, auto_flush: bool = False) -> None:
@@ -69,7 +69,7 @@ class LogAdaptor(Adaptor):
         try:
             self._row("allocate", address, nbytes, stream)
         except BaseException:
-            # (Ctrl-C, for instance: nobody would know the address.)
+            # (Ctrl-C, for instance: no caller would know the address.)
             self.free(address, nbytes, stream)
             raise
         return address

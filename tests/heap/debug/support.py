@@ -76,7 +76,7 @@ def realloc(heap: Heap, addrs: torch.Tensor, sizes: Sequence[int]) -> torch.Tens
 
 
 def poke(addrs: torch.Tensor | Sequence[int], value: int = 1, nbytes: int = 1) -> None:
-    """Write at addresses, whoever has them."""
+    """Write at addresses, of any owner."""
     where = int64(addrs)
     n = where.numel()
     dk.poke_kernel[programs(n, 64)](where, value, n, BYTES=nbytes, BLOCK=64)
@@ -107,7 +107,7 @@ def assert_faults(
     found_by: str,
     wanted: Sequence[tuple[int, int, int, str]],
 ) -> None:
-    """The record has exactly one fault for each (address, block, size, tag), and its sentence says
+    """The record has exactly one fault for each (address, block, size, tag), and its message names
     all of them; `check` raises the first, with the count, and clears the record."""
     faults = heap.faults()
     found = sorted((f.address, f.block, f.size, f.tag) for f in faults)

@@ -50,7 +50,7 @@ def test_twice_by_one_program_and_by_two_lanes() -> None:
 
 
 def test_double_free_beside_live_blocks() -> None:
-    """Nobody else's memory is poisoned, and the block is not handed out twice."""
+    """No other block is poisoned, and the block is not handed out twice."""
     with debug_heap() as heap:
         addrs = malloc(heap, [64] * 3, [1, 2, 3])
         for addr in addrs.tolist():
@@ -68,7 +68,7 @@ def test_double_free_beside_live_blocks() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("warps", [1, 4])
 def test_many_programs_free_the_same_blocks(warps: int) -> None:
-    """Of each block one free succeeds, whoever comes first, and the new owners are left alone."""
+    """Of each block exactly one free succeeds, and the blocks of new owners stay unchanged."""
     count, programs = 256, 64
     with debug_heap("64MiB") as heap:
         addrs = malloc(heap, [100] * count, [9] * count)
@@ -149,8 +149,8 @@ def test_names_that_read_as_numbers_are_refused(name: str) -> None:
 
 def test_an_ordinary_heap_ignores_tags() -> None:
     with Heap("1MiB") as heap:
-        addrs = heap.malloc([100], tag="nobody")
-        more = malloc(heap, [100, 100], [heap.tag("nobody"), 7])
+        addrs = heap.malloc([100], tag="a name")
+        more = malloc(heap, [100, 100], [heap.tag("a name"), 7])
         assert heap.faults() == []
         with pytest.raises(InvalidArgument, match="only a debug heap"):
             heap.leaks()

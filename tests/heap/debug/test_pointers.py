@@ -82,7 +82,7 @@ def test_what_became_of_the_block() -> None:
             write_lanes(heap, int64([addr, kept]))
             (text,) = texts(heap)
             assert f"invalid pointer to {addr:#x}" in text
-            assert "no block lives there" in text
+            assert "there is no live block" in text
         assert not elsewhere.any()
         write_lanes(heap, int64([0, 0, kept, 0]))
         found = texts(heap)
@@ -120,7 +120,7 @@ def test_wrong_pointers_lead_to_memory_that_nobody_uses(debug: bool | str) -> No
 
 
 def test_pages_that_were_cut_for_something_else() -> None:
-    """An address in a run that is gone, where smaller blocks live now, and the other way round."""
+    """An address in a run that is gone, where smaller blocks are now, and the other way round."""
     with debug_heap("1MiB") as heap:
         run = int(malloc(heap, [15 * PAGE_BYTES])[0])
         free(heap, [run])

@@ -107,7 +107,7 @@ def test_both_ends_of_one_block() -> None:
 def test_audit_finds_overflows_of_live_blocks(debug: bool | str) -> None:
     with debug_heap(debug=debug) as heap:
         for size in (64, 1000, PAGE_BYTES):
-            addr = int(malloc(heap, [size], [heap.tag("the culprit")])[0])
+            addr = int(malloc(heap, [size], [heap.tag("the writer")])[0])
             heap.audit()
             poke([addr + size + 3])
             for _ in range(2):  # an audit changes nothing
@@ -116,11 +116,11 @@ def test_audit_finds_overflows_of_live_blocks(debug: bool | str) -> None:
                 text = str(raised.value)
                 assert f"{addr + size + 3:#x}" in text
                 assert f"3 bytes behind the end of the block of {size} bytes at {addr:#x}" in text
-                assert "tag 'the culprit'" in text
+                assert "tag 'the writer'" in text
                 assert text.endswith("Found by this audit: 1 x overflow")
                 heap.check()
             free(heap, [addr])
-            assert_faults(heap, Overflow, "free", [(addr + size + 3, addr, size, "the culprit")])
+            assert_faults(heap, Overflow, "free", [(addr + size + 3, addr, size, "the writer")])
             heap.audit()
 
 
@@ -207,7 +207,7 @@ def test_behind_the_end_of_a_freed_block() -> None:
 
 
 def test_behind_the_end_of_a_freed_run() -> None:
-    """There may be another's memory by now, so nothing is said of it, whatever else is found."""
+    """The memory may belong to another block by now, so no error names it."""
     with debug_heap("256KiB") as heap:
         slot = int(malloc(heap, [1000], [4])[0])
         run = int(malloc(heap, [150_000], [5])[0])
@@ -308,7 +308,8 @@ def test_realloc_with_a_tag() -> None:
 @pytest.mark.parametrize("debug", MODES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_byte_may_be_used(shape: str, debug: bool | str) -> None:
-    """Blocks are disjoint and aligned as promised, and filled to the last byte nothing is wrong."""
+    """Blocks are disjoint and aligned as guaranteed, and filled to the last byte nothing is
+    wrong."""
     sizes = [size for size in EDGE_SIZES if size <= 10_000] if ON_GPU else EDGE_SIZES[::7]
     with debug_heap("64MiB" if ON_GPU else "8MiB", debug) as heap:
         addrs = malloc(heap, sizes, shape=shape)
@@ -322,8 +323,8 @@ def test_every_byte_may_be_used(shape: str, debug: bool | str) -> None:
 
 @pytest.mark.parametrize("debug", MODES)
 def test_pages_that_are_cut_anew(debug: bool | str) -> None:
-    """What old blocks left behind is not taken for something written to new ones: all classes use
-    the same few pages, one after the other, with the pattern of each in the way of the next."""
+    """What old blocks left behind is not mistaken for something written to new ones: all classes
+    use the same few pages, one after the other, so each finds the pattern of the one before."""
     with debug_heap("256KiB", debug) as heap:
         for turn in range(2):
             for size in (16, 1000, 20_000, 64, 150_000, 5000, 250):
