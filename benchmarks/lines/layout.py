@@ -136,7 +136,7 @@ def hint_ptr(heap):
 
 @triton.jit
 def idle_ptr(heap, lane):
-    """A word that nobody reads, for a lane that must not swap anything."""
+    """A word that no program reads, for a lane that must not swap anything."""
     idle = load_immutable(heap, IDLE)
     mask = (idle & IDLE_MASK).to(tl.int32)
     return heap + (idle >> IDLE_SHIFT) + ((program_index() * 32 + lane) & mask)

@@ -157,7 +157,7 @@ def search_slots(heap, cls):
                             # (Others may use the rest.)
                             rest = tl.where((found >= 0) & (slots > 2), bit_of(bit), 0)
                             tl.atomic_or(class_row(heap, cls) + index, rest, sem="relaxed")
-                # (Others were there first: look at the same words again, but not for ever.)
+                # (Others were first: look at the same words again, but a bounded number of times.)
                 lost = lost | ((count > 0) & (found < 0)).to(tl.int32)
                 tries = tl.where((count > 0) & (tries < PASSES), tries + 1, 0)
                 at += tl.where(tries > 0, 0, 64)
@@ -185,7 +185,7 @@ def take_run(heap, page, n):
         old = tl.atomic_and(free_row(heap) + at + lane, bits ^ -1, mask=bits != 0, sem="relaxed")
         got = tl.where(bits != 0, old & bits, 0)
         if any_lane(got != bits):
-            # Somebody has some of them: all that we took goes back.
+            # Other programs have some of them: all that we took goes back.
             tl.atomic_or(free_row(heap) + at + lane, got, mask=got != 0, sem="relaxed")
             if at > (page >> 6):
                 give_run(heap, page, at * 64 - page)
@@ -245,7 +245,7 @@ def find_run(heap, n):
             if page < FAR:
                 if take_run(heap, page, n) != 0:
                     found = page
-            # (Otherwise somebody was there first: on from the next page.)
+            # (Otherwise another program was first: on from the next page.)
             again = (found < 0) & (page < FAR)
             lost = lost | again.to(tl.int32)
             begin = tl.where(again, page + 1, pick(starts, 63))
