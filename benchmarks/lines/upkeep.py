@@ -1,8 +1,8 @@
 """trim: what a search takes that finds nothing else, by many programs.
 
 Each program empties 64 magazines and retires the pages of one chunk. A page that has slots in the
-magazine of one program and lies in the chunk of another is retired by whoever comes last: the first
-when it takes the slots out of the account, the second when it finds nothing out. Both try to
+magazine of one program and lies in the chunk of another is retired by the later of the two: the
+first when it takes the slots out of the account, the second when it finds nothing out. Both try to
 exchange the page word, and one succeeds.
 """
 
@@ -37,8 +37,7 @@ def retire_idle(heap, page, word, idle):
     leads to them."""
     if any_lane(idle):
         won = retire(heap, page, word, idle, idle)
-        # What the exchange read says that nobody uses the pages: acquired, and released into their
-        # bits.
+        # What was read from the page words comes before the bits of the free row are set.
         fence(heap + ERRORS)
         give_pages(heap, page, won)
         hints = hint_ptr(heap) + page * 0
