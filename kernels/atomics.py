@@ -9,15 +9,40 @@ a test fails the build otherwise.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import num_warps
 
+from .lanes import width
 from .target import has_amdgcn, has_ptx
 
 
 @triton.jit
 def atomic_load(ptr, mask=None):
-    """Current value of int64 word(s), relaxed; inactive lanes give 0."""
+    """Current value of int64 word(s), relaxed; inactive lanes give 0.
+
+    Where each thread of the program has lanes of its own, a relaxed load, since no two threads read
+    for one lane. Programs that look at one word then do not wait for each other.
+    """
     zero = ptr.to(tl.int64) & 0
-    if mask is None:
+    if has_ptx() and width(ptr) >= 32 * num_warps():
+        active = tl.full(ptr.shape, 1, tl.int32)
+        if mask is not None:
+            active = mask.to(tl.int32)
+        value = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .pred active;
+                setp.ne.s32 active, $2, 0;
+                mov.b64 $0, 0;
+                @active ld.relaxed.gpu.global.b64 $0, [$1];
+            }
+            """,
+            "=&l,l,r",
+            [ptr, active],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    elif mask is None:
         value = tl.atomic_or(ptr, zero, sem="relaxed")
     else:
         value = tl.atomic_or(ptr, zero, mask=mask, sem="relaxed")

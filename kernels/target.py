@@ -28,6 +28,31 @@ def is_interpreted():
 
 
 @triton.constexpr_function
+def is_wide(x):
+    """Whether a tensor has 64 bits to an element, rather than 32."""
+    return x.dtype.is_ptr() or x.dtype.primitive_bitwidth == 64
+
+
+@triton.jit
+def anew(x):
+    """``x``; but the compiler does not know that it is, and computes what depends on it anew.
+
+    For the beginning of a loop. Otherwise what is the same in each turn is computed before the loop
+    and kept in registers all through, and these decide how many programs run at one time.
+    """
+    if has_ptx():
+        if is_wide(x):
+            x = tl.inline_asm_elementwise(
+                "mov.b64 $0, $1;", "=l,l", [x], dtype=x.dtype, is_pure=False, pack=1
+            )
+        else:
+            x = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
+            )
+    return x
+
+
+@triton.constexpr_function
 def nanoseconds():
     """The host's clock; only for the interpreter, which calls this each time it is executed."""
     from time import time_ns  # (in here, where the compiler does not look for device functions)

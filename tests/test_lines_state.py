@@ -92,7 +92,7 @@ def test_arrays_lie_one_behind_the_other(pages: int) -> None:
     assert end == g.words < 1 << 30
     for count in (g.stripes, g.ring, g.magazines, g.idle):
         assert count & (count - 1) == 0
-    assert g.magazines <= max(1, pages // 2)
+    assert g.magazines <= pages
     assert g.magazines <= 64 * g.chunks, "trim has a program per chunk"
     header = g.header(1 << 47)
     assert len(header) <= 16, "debug heaps use the words behind"

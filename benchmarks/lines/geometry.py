@@ -64,7 +64,7 @@ class Geometry:
         stripes = stripes or min(MAX_STRIPES, power_below(pages // STRIPE_PAGES))
         least = min(16, max(2, power_below(pages)))
         ring = ring or min(MAX_RING, max(least, power_below(pages // PLACE_PAGES // stripes)))
-        magazines = magazines or power_below(pages // 2)
+        magazines = magazines or power_below(pages)
         given = (stripes, ring, magazines)
         if given != tuple(power_below(count) for count in given):
             raise ValueError(f"stripes, places and magazines are powers of two, not {given}")

@@ -37,6 +37,7 @@ from devalloc.kernels.layout import (
 )
 from devalloc.kernels.live import STRIDE, heard, speak_for, word_period
 from devalloc.kernels.record import record_error
+from devalloc.kernels.target import anew
 
 from .layout import (
     PAGE_MASK,
@@ -117,15 +118,19 @@ def claim_others(records, page, granule, size, lost):
 def malloc_mixed(heap, cls, active, polls: tl.constexpr):
     """Slots of classes ``cls`` for the active lanes: addresses, 0 where there is none."""
     lane = lane_index(cls)
-    size = class_bytes(cls)
-    slots = slots_of(size)
-    records = load_records(heap)
-    line = line_ptr(heap, cls)
     addr = (cls * 0).to(tl.int64)
     rounds = 0
+    given_heap = heap
+    given_cls = cls
     while any_lane(active) & (rounds < ROUNDS):
+        heap = anew(given_heap)
+        cls = anew(given_cls)
+        size = class_bytes(cls)
+        slots = slots_of(size)
+        records = load_records(heap)
+        line = line_ptr(heap, cls)
         front = atomic_load(hint_ptr(heap) + lane * 0, lane == 0)
-        leader, rank, count = groups(cls, active)
+        leader, rank, count = groups(cls, active, 6)
         leads = active & (leader == lane)
         word = tl.atomic_add(line, -count.to(tl.int64), mask=leads, sem="relaxed")
         word = leaders(word, leader)
@@ -137,8 +142,9 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
             open_places(heap, cls, slots, place, opens, at, window(total))
         # The lanes of half a place: one reads the ring and asks the page for all.
         second = slot >= slots - (slots >> 1)
+        # (A group had consecutive tickets, so it may have come to 32 halves that follow.)
         half = (place << 1) + second.to(tl.int32)
-        head, rank, users = groups(cls * 65536 + (half & 65535), active)
+        head, rank, users = groups(cls + ((half & 31) << 6), active, 11)
         heads = active & (head == lane)
         state = await_places(place_ptr(heap, cls, place), place, heads, polls)
         page = tl.where(is_place(state, place), place_page(state, second), -1)
@@ -234,11 +240,13 @@ def draw_spans(heap, cls, need, polls: tl.constexpr):
 
 
 @triton.jit
-def malloc_alike(heap, cls, same, rank, need, size, polls: tl.constexpr):
+def malloc_alike(heap, cls, same, rank, need, polls: tl.constexpr):
     """Slots of one class for ``need`` lanes, numbered by ``rank``, fewer than a page has."""
     addr = (rank * 0).to(tl.int64)
     rounds = 0
+    given_heap = heap
     while (need > 0) & (rounds < ROUNDS):
+        heap = anew(given_heap)
         span, second, third = draw_spans(heap, cls, need, polls)
         index = rank
         span += (rank * 0).to(tl.int64)
@@ -249,7 +257,7 @@ def malloc_alike(heap, cls, same, rank, need, size, polls: tl.constexpr):
         index = tl.where(beyond, index - span_count(span), index)
         span = tl.where(beyond, third, span)
         good = same & (index < span_count(span))
-        where = claim_span(heap, span, size, index, good)
+        where = claim_span(heap, span, class_bytes(cls), index, good)
         addr = tl.where(good, where, addr)
         same = same & (good == 0)
         need = count_lanes(same)
@@ -316,7 +324,7 @@ def release_span(heap, word):
         fence(heap + ERRORS)
         one = (word & 0) + count
         now = tl.atomic_add(page_word_ptr(load_records(heap), page), -one, sem="relaxed") - one
-        leave_account(heap, page, now, count, count > 0)
+        leave_account(heap, page, now, count, count > 0, runs=False)
     return word
 
 
@@ -373,9 +381,7 @@ def malloc(heap, nbytes, active, polls: tl.constexpr = 4000):
             alone = (any_lane(small & (classes != cls)) == 0) & (left < class_slots(cls))
             if alone:
                 if left > 0:
-                    more = malloc_alike(
-                        heap, cls, small, rank_of(small), left, class_bytes(cls), polls
-                    )
+                    more = malloc_alike(heap, cls, small, rank_of(small), left, polls)
                     addr = tl.where(small, more, addr)
             elif width(nbytes) > GROUP:
                 # A few lanes at a time: wider, this would decide how many registers it needs.
@@ -393,7 +399,12 @@ def malloc(heap, nbytes, active, polls: tl.constexpr = 4000):
                 addr = tl.where(small, more, addr)
             rest = rest & (addr == 0)
             at = first_lane(rest)
+            given_heap = heap
+            asked = anew(nbytes)
+            small = rest & (asked > 0) & (asked <= MAX_SLOT)
+            classes = size_class(tl.where(small, asked, 1).to(tl.int32))
             while at < width(rest):
+                heap = anew(given_heap)
                 # What one lane does not find, others of its class do not find either.
                 nth = tl.where(small, classes, NUM_CLASSES + lane_index(nbytes))
                 same = rest & (nth == pick(nth, at))
@@ -414,7 +425,7 @@ def malloc_scalar(heap, nbytes, polls: tl.constexpr):
     one = addr.to(tl.int32) + 1
     if (nbytes > 0) & (nbytes <= MAX_SLOT):
         cls = size_class(nbytes.to(tl.int32))
-        addr = malloc_alike(heap, cls, one == 1, one * 0, one, class_bytes(cls), polls)
+        addr = malloc_alike(heap, cls, one == 1, one * 0, one, polls)
     if addr == 0:
         addr = malloc_last(heap, nbytes, one)
     return addr

@@ -55,14 +55,14 @@ from .layout import (
 )
 from .pages import find_pages, give_pages, give_run, give_together, guess_pages
 
-LOOKS = tl.constexpr(4)  # at how many words of the row of its class an opener looks
+LOOKS = tl.constexpr(8)  # at how many words of the row of its class an opener looks
 
 
 @triton.jit
-def groups(keys, active):
+def groups(keys, active, bits: tl.constexpr):
     """:func:`alike` for blocks; a scalar is a group of its own."""
     if is_block(keys):
-        leader, rank, count = alike(keys, active)
+        leader, rank, count = alike(keys, active, bits)
     else:
         leader = keys * 0
         rank = keys * 0
@@ -153,8 +153,9 @@ def retire_run(heap, page, word):
 
 
 @triton.jit
-def leave_account(heap, page, now, counts, speaks):
-    """What follows after ``counts`` left the accounts of pages, which left their words ``now``."""
+def leave_account(heap, page, now, counts, speaks, runs: tl.constexpr = True):
+    """What follows after ``counts`` left the accounts of pages, which left their words ``now``.
+    Without ``runs`` all pages are slabs."""
     out = page_out(now)
     # (What was added to a page that is free, and taken back, leaves nothing to do.)
     slab = speaks & ((now & (KEPT + SLAB)) == SLAB)
@@ -164,16 +165,17 @@ def leave_account(heap, page, now, counts, speaks):
     crossed = slab & (out > 0) & (out <= half) & above & ((now & SPANNED) == 0)
     row = class_row(heap, page_class(now)) + (page >> 6)
     tl.atomic_or(row, bit_of(page), mask=crossed, sem="relaxed")
-    runs = speaks & ((now & (RUN + OUT_MASK)) == RUN)
-    if any_lane(idle | runs):
+    ends = speaks & ((now & (RUN + OUT_MASK)) == RUN)
+    if any_lane(idle | ends):
         won = retire(heap, page, now, idle, above == 0)
         give_pages(heap, page, won)
         hints = hint_ptr(heap) + page * 0
         tl.atomic_min(hints, (page >> 6).to(tl.int64), mask=won, sem="relaxed")
-        at = first_lane(runs)
-        while at < width_of(runs):
-            retire_run(heap, pick(page, at), pick(now, at))
-            at = first_lane(runs & (lane_index(runs) > at))
+        if runs:
+            at = first_lane(ends)
+            while at < width_of(ends):
+                retire_run(heap, pick(page, at), pick(now, at))
+                at = first_lane(ends & (lane_index(ends) > at))
 
 
 @triton.jit(noinline=True)
@@ -223,13 +225,9 @@ def promise(heap, page, cls, counts, slots, asks):
 
 @triton.jit
 def stop_keeping(heap, page, lanes):
-    """Let pages be retired when they are empty: nothing leads to them any more. While they were
-    kept, frees did not list those that have room for half of their slots."""
+    """Let pages be retired when they are empty: nothing leads to them any more."""
     ptr = page_word_ptr(load_records(heap), tl.where(lanes, page, 0))
-    word = tl.atomic_and(ptr, (ptr.to(tl.int64) & 0) + (-1 - KEPT), mask=lanes, sem="relaxed")
-    half = lanes & ((word & KEPT) != 0) & (page_out(word) <= page_half(word))
-    row = class_row(heap, tl.where(half, page_class(word), 0)) + (tl.where(half, page, 0) >> 6)
-    tl.atomic_or(row, bit_of(page), mask=half, sem="relaxed")
+    tl.atomic_and(ptr, (ptr.to(tl.int64) & 0) + (-1 - KEPT), mask=lanes, sem="relaxed")
 
 
 @triton.jit

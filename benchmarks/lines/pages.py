@@ -40,14 +40,14 @@ def find_chunk(heap, front, width, salt):
     """A chunk with free pages among the first ``width`` that have any, from ``front`` on; -1 if the
     64 chunks looked at have none (scalars). A window of more than 64 is looked at in part. Moves
     the hint to the first chunk with free pages, or past all of them."""
-    lane = tl.arange(0, 64)
+    lane = tl.arange(0, 32)
     chunks = load_chunks(heap)
-    group = one_of((width + 63) >> 6, salt)
-    start = front + group * 64
+    group = one_of((width + 31) >> 5, salt)
+    start = front + group * 32
     start = tl.where(start < chunks, start, front)
     words = atomic_load(free_row(heap) + start + lane, start + lane < chunks)
-    some = lane_bits(words != 0)
-    beyond = tl.where(start + 64 < chunks, start + 64, 0)
+    some = tl.sum(tl.where(words != 0, (lane * 0 + 1) << lane, 0), axis=0).to(tl.int64) & 0xFFFFFFFF
+    beyond = tl.where(start + 32 < chunks, start + 32, 0)
     first = tl.where(some != 0, start + lowest_bit(some), beyond)
     if (start == front) & (first != front):
         tl.atomic_xchg(hint_ptr(heap), first.to(tl.int64), sem="relaxed")

@@ -55,7 +55,7 @@ FAR = tl.constexpr(1 << 30)
 def take_what_rests(heap):
     """Empty all magazines, and retire pages that are kept with nothing out. Returns how many there
     were (int32)."""
-    lane = tl.arange(0, 64)
+    lane = tl.arange(0, 32)
     records = load_records(heap)
     magazines = heap + load_immutable(heap, MAGAZINES)
     last = load_immutable(heap, MAGAZINE_MASK).to(tl.int32)
@@ -75,9 +75,9 @@ def take_what_rests(heap):
             change = counts.to(tl.int64)
             ptr = page_word_ptr(records, page)
             now = tl.atomic_add(ptr, -change, mask=full, sem="relaxed") - change
-            leave_account(heap, page, now, counts, full)
+            leave_account(heap, page, now, counts, full, runs=False)
             some += count_lanes(full)
-        at += 64
+        at += 32
     pages = load_pages(heap)
     at = last * 0
     while at < pages:
@@ -90,7 +90,7 @@ def take_what_rests(heap):
             hints = hint_ptr(heap) + page * 0
             tl.atomic_min(hints, (page >> 6).to(tl.int64), mask=won, sem="relaxed")
             some += count_lanes(won)
-        at += 64
+        at += 32
     return some
 
 

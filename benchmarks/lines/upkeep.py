@@ -61,7 +61,7 @@ def rest_magazines(heap, first):
         change = counts.to(tl.int64)
         word_ptr = page_word_ptr(load_records(heap), page)
         now = tl.atomic_add(word_ptr, -change, mask=full, sem="relaxed") - change
-        leave_account(heap, page, now, counts, full)
+        leave_account(heap, page, now, counts, full, runs=False)
         kept = full & ((now & (KEPT + SLAB)) == (KEPT + SLAB))
         retire_idle(heap, page, now, kept & (page_out(now) == 0))
 

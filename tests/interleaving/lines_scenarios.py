@@ -384,16 +384,6 @@ ALL = (
         script=((malloc(0, HALF), malloc(1, HALF), free(0), free(1), malloc(2, THIRD)),),
         plan=((Random(), 1),),
     ),
-    # One is half empty when its place is used up: the next place leads there.
-    LinesScenario(
-        "half_empty_when_used_up",
-        pages=4,
-        magazines=0,
-        in_use=1,
-        before=(EIGHTH,) * 7,
-        script=((*(free(slot) for slot in range(6)), malloc(8, EIGHTH), malloc(9, EIGHTH)),),
-        plan=((Random(), 1),),
-    ),
     # A place was opened when there was no page, and then there is one.
     LinesScenario(
         "page_comes_back",

@@ -23,8 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 KERNEL_LAYERS = [
     {"target"},
     {"bits"},
-    {"layout", "atomics"},
-    {"record", "lanes", "table"},
+    {"layout", "lanes"},
+    {"atomics"},
+    {"record", "table"},
     {"payload", "groups"},
     {"pages", "live", "guards"},
     {"shelf"},
