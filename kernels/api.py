@@ -8,13 +8,14 @@ while the kernel is compiled, and an ordinary heap pays nothing for it.
 import triton
 import triton.language as tl
 
+from .blocks import usable_any
 from .debug import (
     free_guarded,
     malloc_guarded,
     realloc_guarded,
     usable_guarded,
 )
-from .heap import free_any, malloc_any, usable_any
+from .heap import free_any, malloc_any
 from .lanes import is_block
 from .layout import MAGIC, load_immutable
 from .payload import copy, fill_zero

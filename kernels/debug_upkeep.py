@@ -17,11 +17,12 @@ from .guards import (
 )
 from .lanes import any_lane, count_lanes
 from .layout import (
+    LENGTH,
     NUM_CLASSES,
     PAGE_LOG2,
     class_bytes,
     load_base,
-    page_out,
+    load_records,
     page_word_ptr,
 )
 from .table import (
@@ -99,7 +100,7 @@ def audit_kernel(heap, live_count, BLOCK: tl.constexpr):
         if use >= RUN_USE:
             # One block, which begins with the page.
             slots = freed & (freed == 0)
-            length = page_out(atomic_load(page_word_ptr(heap, page))).to(tl.int64)
+            length = atomic_load(page_word_ptr(load_records(heap), page) + LENGTH)
             block = nbytes * 0 + (length << PAGE_LOG2)
             if any_lane(freed):
                 size = tl.sum(tl.where(freed, nbytes, 0), axis=0)

@@ -32,14 +32,15 @@ from .atomics import atomic_load
 from .bits import lowest_bit
 from .lanes import any_lane, first_lane, is_block, lane_index, pick
 from .layout import (
+    LENGTH,
     MAX_SLOT,
     PAGE_LOG2,
+    SLAB,
     class_bytes,
-    is_slab,
     load_base,
     load_immutable,
+    load_records,
     page_class,
-    page_out,
     page_word_ptr,
     place_of,
 )
@@ -395,9 +396,11 @@ def scan(addr, start, end, skip, mend):
 @triton.jit
 def block_at(heap, page, active):
     """Bytes (int64) of the live blocks that begin in these pages."""
-    state = atomic_load(page_word_ptr(heap, page), active)
+    ptr = page_word_ptr(load_records(heap), page)
+    state = atomic_load(ptr, active)
     slot = class_bytes(page_class(state)).to(tl.int64)
-    return tl.where(is_slab(state), slot, page_out(state).to(tl.int64) << PAGE_LOG2)
+    run = atomic_load(ptr + LENGTH, active) << PAGE_LOG2
+    return tl.where((state & SLAB) != 0, slot, run)
 
 
 @triton.jit

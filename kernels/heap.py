@@ -1,30 +1,17 @@
-"""malloc and free: what the functions of ``api`` do on an ordinary heap.
-
-Everything is written once, for a scalar request of the program and for a block of requests, one
-per lane (see ``lanes``). A block whose lanes want one size class takes its tickets by a single
-subtraction; in other blocks the lanes of each class subtract in groups (see ``groups``), all in one
-instruction.
-
-A malloc is two dependent round trips to memory: the ticket and the claim of the live bit. A free
-is two: the clearing of the live bit, and the subtraction from the page's account. Everything else
-is behind a branch. Why it is correct: ``slabs``; for runs ``pages``; for pages put by, ``shelf``.
-"""
+"""malloc and free."""
 
 import triton
 import triton.language as tl
 
 from .atomics import atomic_load, fence
-from .batches import half_used, open_whole, own_stripe, prefetch
-from .bits import divide, lowest_bit, lsr, mix, popcount, select_bit
-from .detached import is_hidden, is_idle, settle_lanes, shelve_filled_lanes
-from .groups import alike, from_leader
+from .bits import divide, halves, join, lsr, mix
+from .groups import alike
 from .lanes import (
     any_lane,
     count_lanes,
     first_lane,
     is_block,
     lane_index,
-    or_lanes,
     pick,
     pick_first,
     rank_of,
@@ -36,308 +23,402 @@ from .layout import (
     E_INVALID_FREE,
     E_OUT_OF_MEMORY,
     ERRORS,
-    FOR_RUN,
-    G_PAGES,
-    KIND_SHIFT,
-    MAX_BATCH,
+    FREES,
     MAX_SLOT,
+    NUM_CLASSES,
+    PAGE_BYTES,
     PAGE_LOG2,
+    PAGE_MASK,
+    REACHED,
     RUN,
-    RUNS,
+    SLAB,
+    SPAN_CLASS,
+    SPAN_COUNT,
+    SPAN_SLOT,
+    SPANNED,
     address_of,
+    bit_of,
     class_bytes,
     class_slots,
-    is_run,
-    is_slab,
-    live_words,
+    free_row,
+    hint_ptr,
+    is_place,
+    line_ptr,
     load_base,
-    load_geometry,
-    page_bits_ptr,
+    load_pages,
+    load_records,
+    magazine_ptr,
     page_class,
-    page_out,
     page_word_ptr,
     place_of,
+    place_page,
+    place_ptr,
     program_index,
     size_class,
+    slab_word,
     slots_of,
-    stripe_credits,
-    stripe_place,
+    span_count,
+    span_of,
 )
-from .live import claim_any, claim_tickets, clear, heard, live_bit, ticket_slot
-from .pages import count_taken, release_run
-from .payload import as_column
+from .lines import (
+    await_places,
+    groups,
+    leaders,
+    leave_account,
+    leave_one,
+    leave_pages,
+    open_places,
+    pass_over,
+    promise,
+    stop_keeping,
+    ticket_place,
+)
+from .live import another, claim_others, heard, live_bit, speak_for, word_period
+from .pages import take_any, window
 from .record import record_error
-from .shelf import announce_put, put_on_shelf, take_shelved
-from .slabs import DRY_PAGES, POLLS, WHOLE_PAGES, await_slots, find_run, find_slots, is_drawing
+from .search import malloc_run, search_slots
+from .target import anew
+
+GROUP = tl.constexpr(32)  # lanes of a block of several classes that are served together
+ROUNDS = tl.constexpr(8)  # tickets that a request draws before it fails
 
 
 @triton.jit
-def report_failed(heap, nbytes, failed):
-    """Count the lanes whose requests of ``nbytes`` failed, and record the first of each kind."""
-    at = first_lane(failed)
-    while at < width(failed):
-        size = pick(nbytes, at)
-        same = failed & ((nbytes < 0) == (size < 0))
-        kind = tl.where(size < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
-        record_error(heap, at * 0 + kind, size & 0, size, count_lanes(same))
-        failed = failed & (same == 0)
-        at = first_lane(failed)
-
-
-# malloc ---------------------------------------------------------------------------------------
+def malloc_mixed(heap, cls, active, polls: tl.constexpr):
+    """Slots of classes ``cls`` for the active lanes: addresses, 0 where there is none."""
+    lane = lane_index(cls)
+    addr = (cls * 0).to(tl.int64)
+    rounds = 0
+    given_heap = heap
+    given_cls = cls
+    while any_lane(active) & (rounds < ROUNDS):
+        heap = anew(given_heap)
+        cls = anew(given_cls)
+        size = class_bytes(cls)
+        slots = slots_of(size)
+        records = load_records(heap)
+        line = line_ptr(heap, cls)
+        front = atomic_load(hint_ptr(heap) + lane * 0, lane == 0)
+        leader, rank, count = groups(cls, active, 6)
+        leads = active & (leader == lane)
+        word = tl.atomic_add(line, -count.to(tl.int64), mask=leads, sem="relaxed")
+        word = leaders(word, leader)
+        place, slot = ticket_place(word, rank, slots)
+        opens = active & (slot == 0)
+        if any_lane(opens):
+            total = tl.sum(tl.where(active, size, 0), axis=0)
+            at = pick(front, 0).to(tl.int32)
+            open_places(heap, cls, slots, place, opens, at, window(total))
+        # The lanes of half a place: one reads the ring and asks the page for all.
+        second = slot >= slots - (slots >> 1)
+        # (A group had consecutive tickets, so it may have come to 32 halves that follow.)
+        half = (place << 1) + second.to(tl.int32)
+        head, rank, users = groups(cls + ((half & 31) << 6), active, 11)
+        heads = active & (head == lane)
+        state = await_places(place_ptr(heap, cls, place), place, heads, polls)
+        page = tl.where(is_place(state, place), place_page(state, second), -1)
+        asks = heads & (page >= 0)
+        granted = promise(heap, page, cls, users, slots, asks)
+        packed = leaders(join(tl.where(heads, page, -1), granted), head)
+        page, granted = halves(packed)
+        got = active & (page >= 0)
+        good = got & (rank < granted)
+        last = good & (slot == slots - 1)
+        granule = slot * (size >> 4)
+        ptr, bit = live_bit(records, tl.where(good, page, 0), granule)
+        old = tl.atomic_or(ptr, bit, mask=good, sem="acquire")
+        stop_keeping(heap, page, last)
+        lost = good & ((old & bit) != 0)
+        bad = active & (good == 0)
+        if any_lane(lost | bad):
+            granule = tl.where(lost, another(old, granule, size), granule)
+            granule = claim_others(records, tl.where(good, page, 0), granule, size, lost)
+            # (Where a place leads to no page, later tickets had better lead to another place.)
+            over = tl.where(got, heads & (granted < users), bad)
+            pass_over(heap, cls, page, place, users - granted, over)
+        where = address_of(load_base(heap), tl.where(good, page, 0), granule)
+        addr = tl.where(good, where, addr)
+        active = bad
+        rounds += 1
+    return addr
 
 
 @triton.jit
-def find_class(heap, cls, stripe, rank, active, need, state):
-    """Search slots for the ``need`` active lanes, numbered by ``rank``, of one class, beginning at
-    ``stripe``; ``state`` as in ``slabs.find_slots``. Returns the address of the slot that each lane
-    was promised, or 0, and whether anything was found."""
+def claim_span(heap, span, size, index, good):
+    """Claim slots of spans for the ``good`` lanes: each has the ``index``-th of the span in its
+    lane (a scalar: one). Addresses; 0 in other lanes."""
+    records = load_records(heap)
+    page = tl.where(good, span & PAGE_MASK, 0).to(tl.int32)
+    granule = (((span >> SPAN_SLOT) & 0x1FFF).to(tl.int32) + index) * (size >> 4)
+    ptr, bits = live_bit(records, page, granule)
+    speaks = good
+    if is_block(good):
+        turn, bits = speak_for(granule, size >> 4, index, span_count(span) - 1 - index)
+        speaks = good & (turn == 0)
+    old = tl.atomic_or(ptr, bits, mask=speaks, sem="acquire")
+    wrong = tl.where(speaks, old & bits, 0)
+    if any_lane(wrong != 0):
+        # A program with a promise of other slots was there first: each lane still finds a slot.
+        lost = wrong != 0
+        if is_block(good):
+            lost = good & heard(page, granule, wrong)
+        granule = claim_others(records, page, granule, size + granule * 0, lost)
+    return tl.where(good, address_of(load_base(heap), page, granule), 0)
+
+
+@triton.jit(noinline=True)
+def draw_spans(heap, cls, need, polls: tl.constexpr):
+    """Draw ``need`` tickets (int32 scalar, fewer than a page has slots) of class ``cls``. Returns
+    up to three spans of slots, as many as the tickets were good for."""
+    part = tl.arange(0, 4)
+    slots = class_slots(cls)
+    front = atomic_load(hint_ptr(heap) + part * 0, part == 0)
+    line = line_ptr(heap, cls) + part * 0
+    change = -need.to(tl.int64) + (part * 0).to(tl.int64)
+    word = pick(tl.atomic_add(line, change, mask=part == 0, sem="relaxed"), 0)
+    place, slot = ticket_place(word, need * 0, slots)
+    # Half a place is a part.
+    middle = slots - (slots >> 1)
+    part += (slot >= middle).to(tl.int32)
+    ahead = part >> 1
+    second = (part & 1) != 0
+    begin = ahead * slots + tl.where(second, middle, 0)
+    end = tl.where(second, (ahead + 1) * slots, begin + middle)
+    begin = tl.maximum(begin, slot)
+    counts = tl.maximum(tl.minimum(end, slot + need) - begin, 0)
+    start = begin - ahead * slots
+    place += ahead
+    kind = cls + part * 0
+    opens = (counts > 0) & (start == 0)
+    if any_lane(opens):
+        at = pick(front, 0).to(tl.int32)
+        around = window(class_bytes(cls) * need)
+        open_places(heap, kind, slots + part * 0, place, opens, at, around)
+    state = await_places(place_ptr(heap, kind, place), place, counts > 0, polls)
+    page = tl.where(is_place(state, place), place_page(state, second), -1)
+    asks = (counts > 0) & (page >= 0)
+    granted = promise(heap, page, kind, counts, slots, asks)
+    last = asks & (start + counts == slots)
+    stop_keeping(heap, page, last)
+    # (Nothing is granted where a place leads to no page. Later tickets lead to another place then.)
+    over = granted < counts
+    if any_lane(over):
+        pass_over(heap, kind, page, place, counts - granted, over)
+    spans = span_of(tl.maximum(page, 0), start, granted, kind)
+    return pick(spans, 0), pick(spans, 1), pick(spans, 2)
+
+
+@triton.jit
+def malloc_alike(heap, cls, same, rank, need, polls: tl.constexpr):
+    """Slots of one class for ``need`` lanes, numbered by ``rank``, fewer than a page has."""
+    addr = (rank * 0).to(tl.int64)
+    rounds = 0
+    given_heap = heap
+    while (need > 0) & (rounds < ROUNDS):
+        heap = anew(given_heap)
+        span, second, third = draw_spans(heap, cls, need, polls)
+        index = rank
+        span += (rank * 0).to(tl.int64)
+        beyond = index >= span_count(span)
+        index = tl.where(beyond, index - span_count(span), index)
+        span = tl.where(beyond, second, span)
+        beyond = beyond & (index >= span_count(span))
+        index = tl.where(beyond, index - span_count(span), index)
+        span = tl.where(beyond, third, span)
+        good = same & (index < span_count(span))
+        where = claim_span(heap, span, class_bytes(cls), index, good)
+        addr = tl.where(good, where, addr)
+        same = same & (good == 0)
+        need = count_lanes(same)
+        if need > 0:
+            rank = rank_of(same)
+        rounds += 1
+    return addr
+
+
+@triton.jit(noinline=True)
+def malloc_last(heap, nbytes, count):
+    """A block of ``nbytes`` (int64 scalar) from a search; ``count`` lanes want one like it. Returns
+    its address; if there is none, 0, and all these lanes have failed."""
+    addr = nbytes * 0
+    if nbytes > MAX_SLOT:
+        addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
+    elif nbytes > 0:
+        cls = size_class(nbytes.to(tl.int32))
+        found = search_slots(heap, cls)
+        if found >= 0:
+            size = class_bytes(cls)
+            slots = slots_of(size)
+            slot = (mix(program_index() + count) & 0x7FFF) * slots >> 15
+            granule = slot * (size >> 4)
+            granule = claim_others(load_records(heap), found, granule, size, found >= 0)
+            addr = address_of(load_base(heap), found, granule)
+    if addr == 0:
+        kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
+        record_error(heap, kind + 0, addr, nbytes, count)
+    return addr
+
+
+@triton.jit
+def malloc_whole(heap, cls, same, rank, n):
+    """``n`` whole pages (int32 scalar, 1 to 64) for the lanes that fill them, the first of those
+    numbered by ``rank``. Addresses; 0 in other lanes, and where there is no page."""
+    records = load_records(heap)
     size = class_bytes(cls)
-    place, ones, twos = find_slots(heap, cls, stripe, need, state)
     slots = slots_of(size)
-    drawn = (ones | twos) != 0
-    k = tl.where(drawn, stripe_credits(place) - 1, 0)
-    pairs = popcount(twos) << (k + 1)
-    total = tl.where(drawn, pairs + (popcount(ones) << k), stripe_credits(place))
-    got = active & (rank < total)
-    if drawn:
-        # Some slots of each page, anywhere in it: first those of the pages in `twos`.
-        first, _batch = stripe_place(place)
-        paired = rank < pairs
-        number = tl.where(paired, rank >> 1, rank - pairs) >> k
-        at = select_bit(tl.where(paired, twos, ones), tl.where(got, number, 0))
-        # Neighbours from some slot on: they lie in different words, or are different bits of one.
-        # (The third share of a page begins at another slot.)
-        salt = mix(program_index() * 4096 + tl.where(paired, at, at + 64))
-        first_slot = (salt & 0xFFFF) * slots >> 16
-        slot = first_slot + (rank & (tl.where(paired, 2, 1) << k) - 1)
-        slot = tl.where(slot < slots, slot, slot - slots)
-        page = first + at
-    else:
-        page, slot = ticket_slot(place, rank, size, got)
-    addr = address_of(load_base(heap), page, slot * (size >> 4))
-    return tl.where(got, addr, 0), total > 0
+    pages, have = take_any(heap, n)
+    lane = tl.arange(0, 64)
+    state = slab_word(cls, slots) + slots + (pages & 0).to(tl.int64)
+    ptr = page_word_ptr(records, pages)
+    tl.atomic_add(ptr, state, mask=lane < have, sem="acquire")
+    tl.atomic_max(ptr + REACHED, (pages & 0).to(tl.int64) + 1, mask=lane < have, sem="relaxed")
+    at = divide(tl.where(same, rank, 0), slots)
+    page = tl.gather(pages, tl.minimum(at, n - 1), 0)
+    slot = rank - at * slots
+    got = same & (rank < have * slots)
+    page = tl.where(got, page, 0)
+    granule = slot * (size >> 4)
+    ptr, _bit = live_bit(records, page, granule)
+    further = tl.minimum(n * slots - 1 - rank, slots - 1 - slot)
+    turn, bits = speak_for(granule, size >> 4, slot, further)
+    tl.atomic_or(ptr, bits, mask=got & (turn == 0), sem="relaxed")
+    return tl.where(got, address_of(load_base(heap), page, granule), 0)
+
+
+@triton.jit(noinline=True)
+def release_span(heap, word):
+    """Give the slots of a span back to the account of their page (int64 scalar; 0: none)."""
+    if word != 0:
+        count = span_count(word)
+        page = (word & PAGE_MASK).to(tl.int32)
+        # What was done in these slots happens before what the page's next owners do.
+        fence(heap + ERRORS)
+        one = (word & 0) + count
+        now = tl.atomic_add(page_word_ptr(load_records(heap), page), -one, sem="relaxed") - one
+        leave_account(heap, page, now, count, count > 0, runs=False)
+    return word
 
 
 @triton.jit
-def malloc_any(heap, nbytes, active):
-    """``api.malloc`` for int64 sizes; inactive lanes give 0."""
-    # The geometry first, in one round trip to memory.
-    base = load_base(heap)
-    live = live_words(heap)
+def put_span(heap, cls, span, word):
+    """Put a span of a page with this word into the magazine, if that is empty. Returns whether."""
+    if (word & SPANNED) == 0:
+        # Once in the life of a page, and while the slots are still ours: later, the page may be
+        # another's. (So the swap waits for what this returns, in which bit 63 is clear.)
+        ptr = page_word_ptr(load_records(heap), (span & PAGE_MASK).to(tl.int32))
+        span += lsr(tl.atomic_or(ptr, (span & 0) + SPANNED, sem="relaxed"), 63)
+    return tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+
+
+@triton.jit
+def take_span(heap, cls, count):
+    """The span of ``count`` slots of class ``cls`` in the magazine, or 0."""
+    ptr = magazine_ptr(heap, cls)
+    word = tl.atomic_xchg(ptr, tl.full((), 0, tl.int64), sem="acquire")
+    wanted = (count.to(tl.int64) << SPAN_COUNT) + ((cls + 1).to(tl.int64) << SPAN_CLASS)
+    if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):
+        word = release_span(heap, tl.atomic_xchg(ptr, word, sem="acq_rel")) & 0
+    return word
+
+
+@triton.jit
+def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
+    """Addresses of blocks for int64 sizes, a scalar or a block; 0 in other lanes."""
     small = active & (nbytes > 0) & (nbytes <= MAX_SLOT)
     classes = size_class(tl.where(small, nbytes, 1).to(tl.int32))
     cls = tl.maximum(pick_first(classes, small), 0)
-    stripe = own_stripe(heap, cls)
     same = small & (classes == cls)
     rank = rank_of(same)
     count = count_lanes(same)
-    size = class_bytes(cls)
-    word = tl.full((), 0, tl.int64)
-    duty = count * 0
-    half = count < 0
-    whole = half
-    alone = count > 0
-    got = active & (active == 0)
-    page, granule, taken = classes * 0, classes * 0, nbytes * 0
-    if is_block(nbytes):
-        alone = alone & (count == count_lanes(small))
-        whole = alone & (count >= slots_of(size) * WHOLE_PAGES)
-    if alone:
-        if whole == 0:
-            word = tl.atomic_add(stripe, -count.to(tl.int64), sem="acquire")
-            duty += ((stripe_credits(word) >= 0) & (stripe_credits(word) < count)).to(tl.int32)
-            half = half_used(word, slots_of(size), count)
-            if is_block(nbytes):
-                # (A scalar waits further down, where it costs fewer registers.)
-                if stripe_credits(word) <= 0:
-                    # (No whole pages where everybody draws: nobody refills there, so somebody has
-                    # to find nothing and take that duty. Nor if the refill is ours, as we were the
-                    # first to find no credit left: others wait for it.)
-                    whole = (count >= slots_of(size) * DRY_PAGES) & (is_drawing(word) == 0)
-                    whole = whole & (duty == 0)
-                    if whole == 0:
-                        now = word - count.to(tl.int64)
-                        word, duty = await_slots(heap, cls, stripe, count, now, duty)
+    addr = nbytes * 0
+    rest = active & (nbytes != 0)
+    if count == count_lanes(small):
+        span = tl.full((), 0, tl.int64)
+        size = class_bytes(cls)
+        if (count > 0) & (count * size * 2 <= PAGE_BYTES):
+            span = take_span(heap, cls, count)
+        if span != 0:
+            addr = claim_span(heap, span + (rank * 0).to(tl.int64), size, rank, same)
+        elif is_block(nbytes):
+            if count >= slots_of(size):
+                n = tl.minimum(divide(count, slots_of(size)), 64)
+                addr = malloc_whole(heap, cls, same, rank, n)
+        rest = rest & (addr == 0)
+    if any_lane(rest):
+        small = rest & small
         if is_block(nbytes):
-            if whole:
-                word = open_whole(heap, cls, count)
-        got = same & (rank < stripe_credits(word))
-        page, granule, taken = claim_tickets(live, word, rank, count, size, got)
-    addr = tl.where(got, address_of(base, page, granule), 0)
-    rest = active & (got == 0) & (nbytes != 0)
-    unserved = any_lane(rest | (taken != 0))
-    # (One bit per class: flags of lanes, kept through all that follows, would cost registers.)
-    halves = tl.where(half, (word & 0) + 1 << cls.to(tl.int64), 0)
-    if is_block(rest) == 0:
-        # (For a scalar, one function does the rest and the prefetch.)
-        unserved = unserved | half
-    if unserved:
-        if is_block(rest):
-            lost = got & heard(page, granule, taken)
-            crossed = same & (got == 0) & (duty != 0)
-            tries = tl.where(alone, small != small, small)
-            # (A block of one class has waited already, or found that there are no whole pages.)
-            polls = tl.where(alone, 0, count * 0 + POLLS)
-            promised = tl.where(lost, addr, 0)
-            more, found = malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls)
-            halves = halves | found
-            addr = tl.where(rest | lost, more, addr)
+            left = count_lanes(small)
+            # (Of a block that fills more than 64 pages, more may be left than a page has slots.)
+            alone = (any_lane(small & (classes != cls)) == 0) & (left < class_slots(cls))
+            if alone:
+                if left > 0:
+                    more = malloc_alike(heap, cls, small, rank_of(small), left, polls)
+                    addr = tl.where(small, more, addr)
+            elif width(nbytes) > GROUP:
+                # A few lanes at a time: wider, this would decide how many registers it needs.
+                lane = lane_index(nbytes)
+                group = tl.arange(0, GROUP)
+                at = first_lane(small) & -GROUP
+                while at < nbytes.shape[0]:
+                    kinds = tl.gather(tl.where(small, classes, -1), at + group, 0)
+                    part = malloc_mixed(heap, tl.maximum(kinds, 0), kinds >= 0, polls)
+                    mine = small & (lane >= at) & (lane < at + GROUP)
+                    addr = tl.where(mine, tl.gather(part, tl.where(mine, lane - at, 0), 0), addr)
+                    at = first_lane(small & (lane >= at + GROUP)) & -GROUP
+            else:
+                more = malloc_mixed(heap, classes, small, polls)
+                addr = tl.where(small, more, addr)
+            rest = rest & (addr == 0)
+            at = first_lane(rest)
+            given_heap = heap
+            asked = anew(nbytes)
+            small = rest & (asked > 0) & (asked <= MAX_SLOT)
+            classes = size_class(tl.where(small, asked, 1).to(tl.int32))
+            while at < width(rest):
+                heap = anew(given_heap)
+                # What one lane does not find, others of its class do not find either.
+                nth = tl.where(small, classes, NUM_CLASSES + lane_index(nbytes))
+                same = rest & (nth == pick(nth, at))
+                more = malloc_last(heap, pick(nbytes, at), count_lanes(same))
+                addr = tl.where(lane_index(rest) == at, more, addr)
+                rest = rest & tl.where(more == 0, same == 0, lane_index(rest) != at)
+                at = first_lane(rest)
         else:
-            addr = malloc_rest_scalar(heap, nbytes, addr, word, (taken != 0).to(tl.int32))
-    if is_block(rest):
-        # (Here, not in the code above, whose instructions few programs have fetched.)
-        while halves != 0:
-            cls = lowest_bit(halves)
-            prefetch(heap, cls, own_stripe(heap, cls))
-            halves = halves & (halves - 1)
+            addr = malloc_scalar(heap, nbytes, polls)
     tl.debug_barrier()
     return addr
 
 
 @triton.jit(noinline=True)
-def find_one(heap, cls, duty):
-    """:func:`find_class` for a scalar request, beginning at its own stripe, which is ours to refill
-    if ``duty`` is 1: the address it was promised, or 0. (What is computed again here and after the
-    call need not be kept across a call, see :func:`malloc_rest_scalar`.)"""
-    one = duty * 0 + 1
-    stripe = own_stripe(heap, cls)
-    promised, _any = find_class(heap, cls, stripe, one * 0, one == 1, one, duty)
-    return promised
-
-
-@triton.jit(noinline=True)
-def malloc_rest_scalar(heap, nbytes, addr, word, lost):
-    """What :func:`malloc_rest` does, for a scalar request, and the prefetch. ``addr`` is where its
-    ticket from stripe word ``word`` led, or 0; with ``lost`` (int32) that slot is somebody else's.
-    Returns the address, 0 if there is none. (One function, which computes what it can from its
-    arguments: every value that the caller keeps across a call costs it registers.)"""
-    one = (word & 0).to(tl.int32) + 1
-    cls = size_class(tl.minimum(tl.maximum(nbytes, 1), MAX_SLOT).to(tl.int32))
-    promised = tl.where(lost != 0, addr, 0)
-    stripe = own_stripe(heap, cls)
-    if addr != 0:
-        if half_used(word, class_slots(cls), one):
-            prefetch(heap, cls, stripe)
-    elif nbytes > MAX_SLOT:
-        addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
-    elif nbytes > 0:
-        duty = (stripe_credits(word) == 0).to(tl.int32)
-        promised = find_one(heap, cls, duty)
-    if promised != 0:
-        addr = claim_any(heap, promised, class_bytes(cls), one == 1)
-    if (addr == 0) & (nbytes != 0):
-        kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
-        record_error(heap, one * 0 + kind, addr, nbytes, one)
+def malloc_scalar(heap, nbytes, polls: tl.constexpr):
+    """:func:`malloc_any` for a scalar size that is not 0, when the magazine has nothing."""
+    addr = nbytes * 0
+    one = addr.to(tl.int32) + 1
+    if (nbytes > 0) & (nbytes <= MAX_SLOT):
+        cls = size_class(nbytes.to(tl.int32))
+        addr = malloc_alike(heap, cls, one == 1, one * 0, one, polls)
+    if addr == 0:
+        addr = malloc_last(heap, nbytes, one)
     return addr
 
 
-@triton.jit
-def malloc_rest(heap, nbytes, classes, rest, promised, tries, crossed, polls):
-    """Serve the lanes in ``rest``, which got no ticket: those of a block of several classes, which
-    have yet to try (``tries``), those that came to a dry stripe, and large and invalid sizes. Serve
-    also those that were ``promised`` a slot (an address, or 0) that somebody else has now. Returns
-    the addresses in all these lanes (0: there is none), and a word of bits: the classes of which
-    tickets taken here used up the first half of a batch. The ``crossed`` lanes' stripes are ours to
-    refill; ``polls`` is how often to look at the others before a search, 0 if that was done."""
-    patience = polls
-    # Claims after waits and searches come late and need a fence: what others did with the slots
-    # since the ticket (once its batch was dissolved) has to be acquired, as for a draw.
-    late = polls == 0
-    halves = rest & (rest == 0)
-    pending = rest & (nbytes > 0) & (nbytes <= MAX_SLOT)
-    sizes = class_bytes(classes)
-    stripes = own_stripe(heap, classes)
-    left = True
-    while left:
-        if any_lane(tries):
-            # Tickets for the lanes that try, by one subtraction for each group.
-            leader, rank, count = alike(classes, tries)
-            leads = tries & (leader == lane_index(classes))
-            word = tl.atomic_add(stripes, -count.to(tl.int64), mask=leads, sem="acquire")
-            word = from_leader(word, leader)
-            credits = stripe_credits(word)
-            got = tries & (rank < credits)
-            page, slot = ticket_slot(word, rank, sizes, got)
-            where = address_of(load_base(heap), page, slot * (sizes >> 4))
-            promised = tl.where(got, where, promised)
-            pending = pending & (got == 0)
-            crossed = crossed | (tries & (got == 0) & (credits >= 0))
-            halves = halves | (tries & half_used(word, slots_of(sizes), count))
-            tries = pending & (pending == 0)
-        # Refills that are ours come first: we may be about to wait for a program that waits for us.
-        cls, ours = next_class(classes, pending, crossed)
-        left = cls >= 0
-        if left & (ours == 0) & (polls > 0):
-            # Wait for all classes at once, until one has credits again, but not for ever, and not
-            # if there are slots to be drawn.
-            late = polls == polls
-            waits = polls > 0
-            while waits:
-                now = atomic_load(stripes, pending)
-                tries = pending & (stripe_credits(now) >= 0)
-                polls = tl.where(any_lane(pending & is_drawing(now)), 0, polls - 1)
-                waits = (polls > 0) & (any_lane(tries) == 0)
-        elif left:
-            late = polls == polls
-            now = pending & (classes == cls)
-            state = tl.where(patience > 0, ours, ours * 2 - 1)
-            stripe = own_stripe(heap, cls)
-            where, found = find_class(heap, cls, stripe, rank_of(now), now, count_lanes(now), state)
-            promised = tl.where(where != 0, where, promised)
-            # Nothing is left of the class: its lanes fail.
-            pending = pending & tl.where(found, where == 0, now == 0)
-            crossed = crossed & (now == 0)
-            polls = patience
-    addr = claim_any(heap, promised, sizes, late)
-    large = rest & (nbytes > MAX_SLOT)
-    at = first_lane(large)
-    while at < width(large):
-        run = malloc_run(heap, ((pick(nbytes, at) - 1) >> PAGE_LOG2) + 1)
-        addr = tl.where(lane_index(large) == at, run, addr)
-        at = first_lane(large & (lane_index(large) > at))
-    report_failed(heap, nbytes, rest & (addr == 0))
-    used = or_lanes(tl.where(halves, (nbytes & 0) + 1 << classes.to(tl.int64), 0))
-    return addr, used
-
-
-@triton.jit
-def next_class(classes, pending, crossed):
-    """``(class, ours)``: the class of a ``pending`` lane, or -1 if there is none. Lanes that
-    ``crossed``, whose stripes are ours to refill, come first: then ``ours`` is 1, or else 0."""
-    lanes: tl.constexpr = width(classes)
-    key = tl.where(crossed, 0, lanes * 64) + lane_index(classes) * 64 + classes
-    least = tl.min(tl.where(pending, key, lanes * 128), axis=0)
-    cls = tl.where(least < lanes * 128, least & 63, -1)
-    return cls, (least < lanes * 64).to(tl.int32)
+# free ---------------------------------------------------------------------------------------------
 
 
 @triton.jit(noinline=True)
-def malloc_run(heap, length):
-    """Allocate ``length`` pages (int64 scalar): the address, or 0."""
-    addr = length * 0
-    if length <= load_geometry(heap, G_PAGES):
-        pages = length.to(tl.int32)
-        page = pages * 0 - 1
-        if pages <= MAX_BATCH:
-            page = take_shelved(heap, pages, FOR_RUN)
-        if page < 0:
-            page = find_run(heap, pages)
-            if page >= 0:
-                count_taken(heap, pages)
-        if page >= 0:
-            state = length + RUN
-            old = tl.atomic_xchg(page_word_ptr(heap, page), state, sem="relaxed")
-            # The page word before the live bit, or a wrong free could come between: the bit is
-            # made of what the exchange returned, in which nothing is set above the kind.
-            ptr, bit = live_bit(live_words(heap), page, page * 0)
-            tl.atomic_or(ptr, bit | lsr(old, KIND_SHIFT + 2), sem="relaxed")
-            tl.atomic_add(heap + RUNS, length * 0 + 1, sem="relaxed")
-            addr = address_of(load_base(heap), page, page * 0)
-    return addr
-
-
-# free -----------------------------------------------------------------------------------------
+def report_wrong(heap, addr):
+    """Record that ``addr`` (int64 scalar), which is not 0, was freed though nothing lives there: a
+    double free if a block could have begun there, or else an invalid one. Returns 0."""
+    inside, page, granule = locate(heap, addr, addr != 0)
+    word = atomic_load(page_word_ptr(load_records(heap), page))
+    size = class_bytes(page_class(word))
+    slot = divide(granule << 4, size)
+    begins = ((word & SLAB) != 0) & (slot * size == granule << 4) & (slot < slots_of(size))
+    free = (atomic_load(free_row(heap) + (page >> 6)) & bit_of(page)) != 0
+    double = inside & (begins | free | (((word & RUN) != 0) & (granule == 0)))
+    kind = tl.where(double, E_DOUBLE_FREE, E_INVALID_FREE)
+    record_error(heap, kind + 0, addr, addr * 0, kind * 0 + 1)
+    return kind * 0
 
 
 @triton.jit
@@ -345,150 +426,137 @@ def locate(heap, addr, active):
     """``(inside, page, granule)``: whether it is an aligned address of the heap and the lane is
     active; its page and granule, or else 0 and 0."""
     base = load_base(heap)
-    size = load_geometry(heap, G_PAGES) << PAGE_LOG2
-    inside = active & (addr >= base) & (addr - base < size) & ((addr & 15) == 0)
+    end = load_pages(heap).to(tl.int64) << PAGE_LOG2
+    inside = active & (addr >= base) & (addr - base < end) & ((addr & 15) == 0)
     page, granule = place_of(base, tl.where(inside, addr, base))
     return inside, page, granule
 
 
 @triton.jit
-def needs_care(word):
-    """Page words, after a subtraction, that leave something to do: of runs, or idle or hidden."""
-    return is_idle(word) | is_hidden(word) | is_run(word)
+def count_frees(heap, count):
+    """Count ``count`` (int32 scalar) blocks that were freed."""
+    tl.atomic_add(hint_ptr(heap) + FREES, count.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def free_scalar(heap, addr, inside, page, granule):
+    """free of one address, which is not 0."""
+    records = load_records(heap)
+    lane = tl.arange(0, 2)
+    bit_ptr, bit = live_bit(records, page, granule)
+    # The live bit and the page word, in one round trip to memory.
+    ptr = tl.where(lane == 0, bit_ptr + lane * 0, page_word_ptr(records, page) + lane * 0)
+    change = tl.where((lane == 0) & (lane * 0 == 1 - inside.to(tl.int32)), bit ^ -1, -1)
+    old = tl.atomic_and(ptr, change, sem="relaxed")
+    word = pick(old, 1)
+    if inside & ((pick(old, 0) & bit) != 0):
+        cls = page_class(word)
+        size = class_bytes(cls)
+        kept = size > PAGE_BYTES
+        if ((word & SLAB) != 0) & (size * 2 <= PAGE_BYTES):
+            span = span_of(page, divide(granule << 4, size), page * 0 + 1, cls)
+            kept = put_span(heap, cls, span, word)
+        if kept == 0:
+            leave_one(heap, page)
+        count_frees(heap, page * 0 + 1)
+    else:
+        report_wrong(heap, addr)
+
+
+@triton.jit
+def free_block(heap, addr, given, active, page, granule):
+    """free of a block. The ``active`` lanes of those ``given`` lie in the heap."""
+    records = load_records(heap)
+    ptr, bit = live_bit(records, page, granule)
+    counts = granule * 0 + 1
+    lane = lane_index(active)
+    count = count_lanes(active)
+    first_page = pick(page, 0)
+    first = pick(granule, 0)
+    # (If the pages are far apart, this may be any number. Then the lanes are not in order.)
+    unit = pick((page << 12) + granule, 1) - ((first_page << 12) + first)
+    where = first + lane * unit
+    there = (page == first_page + (where >> 12)) & (granule == (where & 4095))
+    orderly = (active == (lane < count)) & ((active == 0) | there)
+    together = (count > 1) & (unit > 0) & (unit <= 2048)
+    together = together & (count_lanes(orderly) == active.shape[0])
+    before = granule * 0
+    further = before
+    speaks = active
+    bits = bit
+    word = bit & 0
+    # (That of the first page, for the magazine.)
+    one_page = together & (first + count * unit <= 4096) & (count * unit <= 2048)
+    if together:
+        before = tl.minimum(lane, divide(granule, unit))
+        further = tl.minimum(count - 1 - lane, divide(4095 - granule, unit))
+        turn, bits = speak_for(granule, unit, before, further)
+        speaks = active & (turn == 0)
+        counts = further + 1
+    if one_page:
+        word = atomic_load(page_word_ptr(records, page), lane == 0)
+    old = tl.atomic_and(ptr, bits ^ -1, mask=speaks, sem="relaxed")
+    wrong = tl.where(speaks, (old & bits) ^ bits, 0)
+    if any_lane((wrong != 0) | (given & (active == 0))):
+        hit = wrong != 0
+        if together:
+            # (For each word the first of its consecutive slots has spoken.)
+            period_log2, _apart = word_period(unit)
+            speaker = lane - (before >> period_log2 << period_log2)
+            hit = (tl.gather(wrong, speaker, 0) & bit) != 0
+        active = active & (hit == 0)
+        together = together != together
+        one_page = together
+        failed = given & (active == 0)
+        at = first_lane(failed)
+        while at < width(failed):
+            report_wrong(heap, pick(addr, at))
+            at = first_lane(failed & (lane > at))
+    count_frees(heap, count_lanes(active))
+    kept = first < 0
+    if one_page:
+        state = pick(word, 0)
+        cls = page_class(state)
+        slot = divide(first, unit)
+        fits = ((state & SLAB) != 0) & (class_bytes(cls) == unit << 4) & (slot * unit == first)
+        if fits:
+            span = span_of(first_page, slot, count, cls)
+            kept = put_span(heap, cls, span, state)
+    if kept == 0:
+        speaks = active & (before == 0)
+        if together == 0:
+            leader, _rank, counts = alike(page, active)
+            speaks = active & (leader == lane)
+        change = counts.to(tl.int64)
+        ptr = page_word_ptr(records, page)
+        now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change
+        if together & (first + count * unit > 4096):
+            # The pages follow one another: a few lanes retire them.
+            few = tl.arange(0, 16)
+            done = first * 0
+            pages = (first + count * unit + 4095) >> 12
+            while done < pages:
+                number = done + few
+                lead = tl.where(number > 0, divide((number << 12) - first + unit - 1, unit), 0)
+                inside = (number < pages) & (lead < count)
+                lead = tl.where(inside, lead, 0)
+                words = tl.gather(now, lead, 0)
+                left = tl.gather(counts, lead, 0)
+                some = tl.minimum(pages - done, 16)
+                leave_pages(heap, first_page + done, some, words, left, inside)
+                done += 16
+        else:
+            leave_account(heap, page, now, counts, speaks)
 
 
 @triton.jit
 def free_any(heap, addr, active):
-    """``api.free`` for int64 addresses."""
-    active = active & (addr != 0)
-    inside, page, granule = locate(heap, addr, active)
-    # (All geometry before the fence, in one round trip to memory.)
-    live = live_words(heap)
-    ptr = page_word_ptr(heap, page)
+    """Free blocks at int64 addresses that malloc gave; 0 is ignored."""
+    given = active & (addr != 0)
+    inside, page, granule = locate(heap, addr, given)
     # What this program wrote happens before anything that the next owner does.
     fence(heap + ERRORS)
-    freed, speaks, counts, unit = clear(live, page, granule, inside)
-    if is_block(freed):
-        if unit != 0:
-            # (The lanes that speak for slots from the first to the last of a page.)
-            whole = speaks & (granule == 0) & ((counts + 1) * unit > 4096)
-            speaks = speaks & (shelve_filled_lanes(heap, page, unit << 4, whole) == 0)
-    # Out of the account.
-    change = counts.to(tl.int64)
-    now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change
-    wrong = active & (freed == 0)
-    if any_lane((speaks & needs_care(now)) | wrong):
-        if is_block(freed):
-            free_rest(heap, addr, page, wrong, now, speaks)
-        else:
-            free_rest_scalar(heap, addr, page, wrong.to(tl.int32), now)
-
-
-@triton.jit(noinline=True)
-def free_rest_scalar(heap, addr, page, wrong, now):
-    """:func:`free_rest` for a scalar; ``wrong`` is an int32. Returns 0."""
-    free_rest(heap, addr, page, wrong != 0, now, wrong == 0)
-    return page * 0
-
-
-@triton.jit
-def free_rest(heap, addr, page, wrong, now, acts):
-    """What is left to do after the subtraction: give back runs, settle pages, report what was
-    freed wrongly. The lanes in ``acts`` subtracted, which left their page words ``now``."""
-    runs = acts & is_run(now)
-    at = first_lane(runs)
-    while at < width(runs):
-        free_run(heap, pick(page, at), pick(page_out(now), at) + 1)
-        at = first_lane(runs & (lane_index(runs) > at))
-    asks = acts & (is_idle(now) | is_hidden(now))
-    if any_lane(asks):
-        settle_lanes(heap, page, now, asks)
-    at = first_lane(wrong)
-    while at < width(wrong):
-        report_wrong(heap, pick(addr, at))
-        at = first_lane(wrong & (lane_index(wrong) > at))
-
-
-@triton.jit(noinline=True)
-def report_wrong(heap, addr):
-    """Record that ``addr`` (int64 scalar), which is not 0, was freed though nothing lives there: a
-    double free if an allocation could have begun there, or else an invalid one. Returns 0."""
-    inside, page, granule = locate(heap, addr, addr != 0)
-    state = atomic_load(page_word_ptr(heap, page))
-    slot = is_slab(state) & begins_slot(state, granule)
-    head = is_run(state) & (granule == 0)
-    empty = (is_slab(state) | is_run(state)) == 0
-    looks = tl.where(inside & empty, 64, 0)
-    while looks > 0:
-        # Free, or inside a run? We look a few times, because a page that is just being given back
-        # has lost its page word and not got its page bit yet.
-        bits = atomic_load(page_bits_ptr(heap, page >> 6))
-        free = (lsr(bits, (page & 63).to(tl.int64)) & 1) != 0
-        head = head | free
-        looks = tl.where(free, 0, looks - 1)
-    double = inside & (slot | head)
-    kind = tl.where(double, E_DOUBLE_FREE, E_INVALID_FREE)
-    record_error(heap, page * 0 + kind, addr, addr * 0, page * 0 + 1)
-    return page * 0
-
-
-@triton.jit
-def begins_slot(word, granule):
-    """Whether a slot of a slab page begins at the granule."""
-    size = class_bytes(page_class(word))
-    slot = divide(granule << 4, size)
-    return (slot * size == granule << 4) & (slot < slots_of(size))
-
-
-@triton.jit(noinline=True)
-def free_run(heap, page, n):
-    """Put the run of ``n`` pages at ``page`` (int32 scalars) on the shelf, or else give it back;
-    returns 0. The caller has cleared its live bit, so nobody else comes here with it."""
-    done = tl.where(n <= MAX_BATCH, 2, 0)
-    while done == 2:
-        done = put_on_shelf(heap, page, n, n * 0 + FOR_RUN, announce_put(heap, n))
-    if done == 0:
-        tl.atomic_xchg(page_word_ptr(heap, page), (page * 0).to(tl.int64), sem="relaxed")
-        release_run(heap, page, n)
-    return page * 0
-
-
-# usable_size ------------------------------------------------------------------------------------
-
-
-@triton.jit
-def block_start(heap, addr, active):
-    """Where a block that the address lies in would begin: at a slot, or at a run. The base of the
-    heap for addresses that are not the heap's, and in inactive lanes. (For the interpreter: a
-    search, of 64 pages at a time, for the first page of a run.)"""
-    inside, page, granule = locate(heap, addr & -16, active)
-    state = atomic_load(page_word_ptr(heap, page), inside)
-    size = class_bytes(page_class(state))
-    slab = is_slab(state)
-    first = tl.where(slab, divide(granule << 4, size) * (size >> 4), 0)
-    head = page
-    # Behind the first page of a run the page words are empty.
-    seeks = inside & ((slab | is_run(state)) == 0)
-    back = tl.arange(0, 64)[None, :] + 1
-    while any_lane(seeks):
-        before = as_column(head) - back
-        there = (as_column(seeks.to(tl.int32)) != 0) & (before >= 0)
-        words = atomic_load(page_word_ptr(heap, tl.maximum(before, 0)), there)
-        found = tl.max(tl.where(words != 0, before, -1), axis=1)
-        if is_block(head) == 0:
-            found = tl.max(found, axis=0)
-        head = tl.where(seeks, tl.where(found >= 0, found, tl.maximum(head - 64, 0)), head)
-        seeks = seeks & (found < 0) & (head > 0)
-    return address_of(load_base(heap), head, first)
-
-
-@triton.jit
-def usable_any(heap, addr, active):
-    """Bytes that may be used at int64 addresses; 0 where nothing lives, and in inactive lanes."""
-    inside, page, granule = locate(heap, addr, active)
-    ptr, bit = live_bit(live_words(heap), page, granule)
-    live = inside & ((atomic_load(ptr, inside) & bit) != 0)
-    state = atomic_load(page_word_ptr(heap, page), inside)
-    slot = class_bytes(page_class(state)).to(tl.int64)
-    run = page_out(state).to(tl.int64) << PAGE_LOG2
-    return tl.where(live, tl.where(is_slab(state), slot, run), 0)
+    if is_block(active):
+        free_block(heap, addr, given, inside, page, granule)
+    elif given:
+        free_scalar(heap, addr, inside, page, granule)

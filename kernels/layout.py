@@ -1,50 +1,39 @@
-"""Where everything lies: the control block of a heap, its words and their fields.
+"""Where everything lies: the state of a heap, its words and their fields.
 
-The control block is one int64 tensor, apart from user data, so that a user's overflow cannot
-reach it. Words 0..31 never change after the heap is made and may be loaded plainly
-(:func:`load_geometry`); all others change under running kernels and are touched by atomics only.
+The state is one int64 tensor, apart from user data, so that a user's overflow cannot reach it.
+Words 0..31 never change after the heap is made and may be loaded plainly; all others change under
+running kernels and are touched by atomics only.
 
-    word            what                                              written by
-    0..31           geometry (immutable; 16..18: see ``table``)       host
-    ERRORS          one counter per kind of error                     record, table
-    RECORDS         count of records; the first MAX_RECORDS, 4 words  record
-    PEAK, USED      pages taken from the page level, and their peak   pages
-    HELD            pages in batches of stripes, spares among them    batches
-    RUNS            large allocations (runs) ever handed out          heap
-    GRANTED         per class: slots ever granted, as credits (those  batches, detached
-                    that came back are subtracted) or by draws
-    TRANSIT         how many are in hand, and epochs, striped         pages, batches, shelf
-    ... + SHELVED   pages on the shelf, striped; a bit: closed        shelf
-    STRIPES         per class and stripe: the stripe word, and a      heap, batches, slabs
-                    spare batch, also as a stripe word
-    places          pages on the shelf and their use, per place       shelf
-    hints           ORDERS + NUM_CLASSES rows, one bit per chunk      pages, detached, batches
-    page bits       one word per chunk: bit set = page is free        pages
-    page words      one per page: what the page is                    detached, batches, shelf,
-                                                                      heap
-    live bits       64 words per page: bit set = an allocation        live, heap
-                    begins here
+    word            what                                                     written by
+    0..31           geometry, immutable (16..18: see ``table``)              host
+    ERRORS          one counter per kind of error                            record, table
+    ERROR_RECORDS   count of records; the first MAX_RECORDS, 4 words each    record
+    HINTS           per copy: the first chunk that may have free pages, and  malloc, free
+                    how many blocks were freed
+    LINES           per class and stripe: the line word                      malloc
+    page records    per page: 64 words of live bits, the page word, the      malloc, free
+                    length of a run, the most pages taken from here on
+    rows            a bit per page, 64 pages to a word: free pages, and for  malloc, free
+                    each class those with room for half of their slots
+    idle words      where lanes swap that have nothing to swap               malloc, free
+    places          per line: a ring of the pages its tickets lead to        malloc
+    magazines       per program index and class: a span of slots             malloc, free
 
-A **page** is 64 KiB, a **chunk** 64 pages (4 MiB): one word of page bits.
+A **page** is 64 KiB, a **chunk** 64 pages (4 MiB): one word of a row.
 
-Page word:
-
-    0..23   out         slots that are credits or accounted (slab; see slabs); length in pages (run)
-    24..29  class       size class (slab)
-    30      ATTACHED    the page belongs to the batch of a stripe
-    31      PUBLISHED   a search for the class will find this page: the chunk's hint is set
-    32..33  kind        FREE (also: inside a run), SLAB, RUN
+Line word: 0..31 tickets left of the places opened, signed; 32..62 places opened.
+Place: 0..22 and 23..45 two pages, all bits set where there is none; 46..63 the number of the place.
+Page word: 0..23 out; 24..29 class; 30 KEPT; 31 SLAB; 32..44 half of its slots; 45 RUN;
+46 SPANNED: some of its slots were in a magazine.
+Magazine: 0..22 page; 23..35 first slot; 36..49 count; 50..56 class + 1 (0 in all: empty).
 
 Live bits: a **granule** is 16 bytes, and a page has 4096 of them. The bit of granule g of a page
 is bit g >> 6 of the page's word g & 63, whatever the page is used for, so a free finds the bit of
 an address without knowing what lies there. Slots that are 1 KiB apart share a word: the few slots
 of a page of large ones lie in few words, and slots of neighbouring lanes in neighbouring words.
 
-Stripe word: a batch of pages and how many of its slots are still to be handed out.
-
-    0..31   credits, signed   below or at 0: dry; slot i is handed out when credits are slots - i
-    32..54  first page
-    55..61  batch length in pages (0: no batch)
+A page word lies beside the live bits of its page, so that the words of neighbouring pages do not
+share a cache line: free is bound by atomics on lines that many programs want.
 """
 
 import triton
@@ -53,52 +42,65 @@ import triton.language as tl
 from .bits import divide, floor_log2
 from .target import has_ptx
 
-MAGIC = tl.constexpr(0x0DE7A110C0000001)
+MAGIC = tl.constexpr(0x0DE7A110C0000002)
 
 PAGE_LOG2 = tl.constexpr(16)
 PAGE_BYTES = tl.constexpr(1 << 16)
 CHUNK_PAGES = tl.constexpr(64)
 LIVE_WORDS = tl.constexpr(64)  # words of live bits per page: 4096 granules of 16 bytes
-ORDERS = tl.constexpr(7)  # hint rows of the page level: a free run of 2**k pages, k = 0..6
 NUM_CLASSES = tl.constexpr(38)
 MAX_SLOT = tl.constexpr(1 << 15)
-MAX_BATCH = tl.constexpr(64)
 
-# Geometry: MAGIC, the base, then numbers below 2**32, two to a word, so that a fast path needs
-# few loads and few registers: malloc loads the base and one word, free one word more.
-BASE_WORD = tl.constexpr(1)  # address of page 0
-PACKED_WORD = tl.constexpr(2)
-G_STRIPES = tl.constexpr(0)
-G_LIVE_BITS = tl.constexpr(1)
-G_PAGES = tl.constexpr(2)
-G_PAGE_WORDS = tl.constexpr(3)
-G_PAGE_BITS = tl.constexpr(4)
-G_HINTS = tl.constexpr(5)
-G_ROW_WORDS = tl.constexpr(6)
-G_MAX_BATCH = tl.constexpr(7)
-G_SHELF = tl.constexpr(8)
-G_PLACES = tl.constexpr(9)
-G_SHELVABLE = tl.constexpr(10)  # how many pages each word of SHELVED may count
-G_WORDS = tl.constexpr(11)  # length of the control block
+# Immutable words.
+MAGIC_WORD = tl.constexpr(0)
+BASE = tl.constexpr(1)
+STRIPES_AND_RING = tl.constexpr(2)
+PAGE_RECORDS = tl.constexpr(3)
+ROWS = tl.constexpr(4)
+PLACES = tl.constexpr(5)
+CHUNKS = tl.constexpr(6)
+MAGAZINES = tl.constexpr(7)
+MAGAZINE_MASK = tl.constexpr(8)
+PAGES = tl.constexpr(9)
+IDLE = tl.constexpr(10)  # where the idle words begin, shifted; below that, their number less one
+IDLE_SHIFT = tl.constexpr(16)
+IDLE_MASK = tl.constexpr((1 << 16) - 1)
 
 # Mutable words at fixed places.
 ERRORS = tl.constexpr(32)
 RECORD_COUNT = tl.constexpr(40)
-RECORDS = tl.constexpr(48)
+ERROR_RECORDS = tl.constexpr(48)
 MAX_RECORDS = tl.constexpr(16)
-PEAK = tl.constexpr(112)
-USED = tl.constexpr(128)
-HELD = tl.constexpr(136)
-RUNS = tl.constexpr(144)
-GRANTED = tl.constexpr(160)
-TRANSIT = tl.constexpr(256)
-TRANSIT_STRIPES = tl.constexpr(32)
-TRANSIT_STRIDE = tl.constexpr(8)
-SHELVED = tl.constexpr(4)  # from a transit word to a count of pages on the shelf (32 bits)
-SHELF_CLOSED = tl.constexpr(1 << 40)  # set in such a count: nothing may be put on the shelf
-STRIPES = tl.constexpr(512)
-STRIPE_STRIDE = tl.constexpr(8)
-SPARE = tl.constexpr(4)  # from a stripe word to its spare batch
+HINTS = tl.constexpr(256)
+HINT_COPIES = tl.constexpr(32)
+HINT_STRIDE = tl.constexpr(8)
+FREES = tl.constexpr(4)  # from a hint to a count of blocks that were freed
+LINES = tl.constexpr(512)
+LINE_STRIDE = tl.constexpr(8)
+RECORD_WORDS = tl.constexpr(68)
+PAGE_WORD = tl.constexpr(64)
+LENGTH = tl.constexpr(1)  # from a page word to the pages of a run
+REACHED = tl.constexpr(2)  # from a page word to the most pages that were ever taken from it on
+
+PLACE_MASK = tl.constexpr((1 << 31) - 1)
+OPENED = tl.constexpr(1 << 32)
+
+PAGE_MASK = tl.constexpr((1 << 23) - 1)
+SECOND_SHIFT = tl.constexpr(23)
+NUMBER_SHIFT = tl.constexpr(46)
+NUMBER_MASK = tl.constexpr((1 << 18) - 1)
+
+SPAN_SLOT = tl.constexpr(23)
+SPAN_COUNT = tl.constexpr(36)
+SPAN_CLASS = tl.constexpr(50)
+
+OUT_MASK = tl.constexpr((1 << 24) - 1)
+CLASS_SHIFT = tl.constexpr(24)
+KEPT = tl.constexpr(1 << 30)
+SLAB = tl.constexpr(1 << 31)
+HALF_SHIFT = tl.constexpr(32)
+RUN = tl.constexpr(1 << 45)
+SPANNED = tl.constexpr(1 << 46)
 
 # Kinds of error.
 E_DOUBLE_FREE = tl.constexpr(0)
@@ -109,23 +111,6 @@ E_INVALID_ARGUMENT = tl.constexpr(3)
 E_INVALID_POINTER = tl.constexpr(6)
 # In a record of an invalid argument, in place of an address: a length of ``rows``, not a size.
 IN_ROWS = tl.constexpr(-1)
-
-# Page word.
-OUT_MASK = tl.constexpr((1 << 24) - 1)
-CLASS_SHIFT = tl.constexpr(24)
-CLASS_MASK = tl.constexpr(63 << 24)
-ATTACHED = tl.constexpr(1 << 30)
-PUBLISHED = tl.constexpr(1 << 31)
-KIND_SHIFT = tl.constexpr(32)
-KIND_MASK = tl.constexpr(3 << 32)
-SLAB = tl.constexpr(1 << 32)
-RUN = tl.constexpr(2 << 32)
-
-# Stripe word.
-BATCH_SHIFT = tl.constexpr(55)
-
-# The use of pages at a place of the shelf: this if they are a run; of slabs it is their class.
-FOR_RUN = tl.constexpr(63)
 
 
 @triton.constexpr_function
@@ -157,43 +142,187 @@ def load_immutable(heap, word: tl.constexpr):
 
 
 @triton.jit
+def program_index():
+    """This program's number within its launch (int32), for spreading and for error records."""
+    x = tl.num_programs(0)
+    y = tl.num_programs(1)
+    return tl.program_id(0) + x * (tl.program_id(1) + y * tl.program_id(2))
+
+
+@triton.jit
+def program_count():
+    """How many programs the launch has (int32, at most 2**30)."""
+    plane = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
+    return tl.minimum(tl.minimum(plane, 1 << 30) * tl.num_programs(2), 1 << 30).to(tl.int32)
+
+
+@triton.jit
 def load_base(heap):
     """The address of page 0."""
-    return load_immutable(heap, BASE_WORD)
+    return load_immutable(heap, BASE)
 
 
 @triton.jit
-def load_geometry(heap, field: tl.constexpr):
-    """One of the G_ numbers, as int64."""
-    word = load_immutable(heap, PACKED_WORD + field // 2)
-    if field % 2 == 0:
-        value = word & 0xFFFFFFFF
-    else:
-        value = word >> 32
-    return value
+def load_records(heap):
+    """The record of page 0."""
+    return heap + load_immutable(heap, PAGE_RECORDS)
 
 
 @triton.jit
-def page_word_ptr(heap, page):
-    return heap + load_geometry(heap, G_PAGE_WORDS) + page
+def load_chunks(heap):
+    """How many chunks the heap has (int32)."""
+    return load_immutable(heap, CHUNKS).to(tl.int32)
 
 
 @triton.jit
-def page_bits_ptr(heap, chunk):
-    return heap + load_geometry(heap, G_PAGE_BITS) + chunk
+def load_pages(heap):
+    """How many pages the heap has (int32)."""
+    return load_immutable(heap, PAGES).to(tl.int32)
 
 
 @triton.jit
-def live_words(heap):
-    """The first word of live bits; a page has LIVE_WORDS of them."""
-    return heap + load_geometry(heap, G_LIVE_BITS)
+def free_row(heap):
+    """The words of the free pages, one per chunk."""
+    return heap + load_immutable(heap, ROWS)
 
 
 @triton.jit
-def hint_ptr(heap, row, chunk):
-    """The word of hint row ``row`` that holds the bit of ``chunk`` (bit ``chunk & 63``)."""
-    words = load_geometry(heap, G_ROW_WORDS)
-    return heap + load_geometry(heap, G_HINTS) + row * words + (chunk >> 6)
+def class_row(heap, cls):
+    """The words of the pages of class ``cls`` that have room for half of their slots."""
+    return free_row(heap) + (cls + 1).to(tl.int64) * load_immutable(heap, CHUNKS)
+
+
+@triton.jit
+def load_stripes(heap):
+    return load_immutable(heap, STRIPES_AND_RING) & 0xFFFF
+
+
+@triton.jit
+def load_ring_log2(heap):
+    """Log2 (int32) of the places of a ring."""
+    return (load_immutable(heap, STRIPES_AND_RING) >> 16).to(tl.int32)
+
+
+@triton.jit
+def own_stripe(heap):
+    return program_index() & (load_stripes(heap).to(tl.int32) - 1)
+
+
+@triton.jit
+def hint_ptr(heap):
+    """This program's copy of the hint where free pages begin."""
+    return heap + HINTS + (program_index() & (HINT_COPIES - 1)) * HINT_STRIDE
+
+
+@triton.jit
+def idle_ptr(heap, lane):
+    """A word that no program reads, for a lane that must not swap anything."""
+    idle = load_immutable(heap, IDLE)
+    mask = (idle & IDLE_MASK).to(tl.int32)
+    return heap + (idle >> IDLE_SHIFT) + ((program_index() * 32 + lane) & mask)
+
+
+@triton.jit
+def line_ptr(heap, cls):
+    """This program's line of class ``cls``."""
+    at = cls.to(tl.int64) * load_stripes(heap) + own_stripe(heap)
+    return heap + LINES + at * LINE_STRIDE
+
+
+@triton.jit
+def place_ptr(heap, cls, place):
+    """The word of a place of this program's line. Neighbours lie in different cache lines."""
+    ring_log2 = load_ring_log2(heap)
+    spread_log2 = tl.minimum(ring_log2, 4)
+    at = place & ((1 << ring_log2) - 1)
+    at = ((at & ((1 << spread_log2) - 1)) << (ring_log2 - spread_log2)) + (at >> spread_log2)
+    line = cls.to(tl.int64) * load_stripes(heap) + own_stripe(heap)
+    return heap + load_immutable(heap, PLACES) + (line << ring_log2) + at
+
+
+@triton.jit
+def pack_place(first, second, place):
+    """The word of a place that leads to two pages (-1: to none)."""
+    pages = (first & PAGE_MASK).to(tl.int64) + ((second & PAGE_MASK).to(tl.int64) << SECOND_SHIFT)
+    return pages + ((place & NUMBER_MASK).to(tl.int64) << NUMBER_SHIFT)
+
+
+@triton.jit
+def is_place(word, place):
+    """Whether the word is that of ``place``."""
+    return ((word >> NUMBER_SHIFT) & NUMBER_MASK).to(tl.int32) == (place & NUMBER_MASK)
+
+
+@triton.jit
+def is_before(word, place):
+    """Whether the word is that of a place before ``place``: that is still to come."""
+    number = (word >> NUMBER_SHIFT).to(tl.int32)
+    return ((number - place) & NUMBER_MASK) > (NUMBER_MASK >> 1)
+
+
+@triton.jit
+def place_page(word, second):
+    """One of the two pages (int32) of a place, or -1."""
+    page = (tl.where(second, word >> SECOND_SHIFT, word) & PAGE_MASK).to(tl.int32)
+    return tl.where(page != PAGE_MASK, page, -1)
+
+
+@triton.jit
+def page_word_ptr(records, page):
+    return records + page.to(tl.int64) * RECORD_WORDS + PAGE_WORD
+
+
+@triton.jit
+def slab_word(cls, slots):
+    """The page word of a slab with nothing out."""
+    half = (slots >> 1).to(tl.int64) << HALF_SHIFT
+    return half + (cls.to(tl.int64) << CLASS_SHIFT) + SLAB
+
+
+@triton.jit
+def page_class(word):
+    return ((word >> CLASS_SHIFT) & 63).to(tl.int32)
+
+
+@triton.jit
+def page_out(word):
+    return (word & OUT_MASK).to(tl.int32)
+
+
+@triton.jit
+def page_half(word):
+    """Half of the slots of a slab (int32)."""
+    return ((word >> HALF_SHIFT) & 0x1FFF).to(tl.int32)
+
+
+@triton.jit
+def is_slab_of(word, cls):
+    """Whether the page with this word is a slab of class ``cls``."""
+    return ((word >> CLASS_SHIFT) & 191) == (cls.to(tl.int64) + 128)
+
+
+@triton.jit
+def bit_of(page):
+    """The bit of a page in the word of its chunk."""
+    return (page & 0).to(tl.int64) + 1 << (page & 63).to(tl.int64)
+
+
+@triton.jit
+def magazine_ptr(heap, cls):
+    """This program's magazine for class ``cls`` (int32 scalar)."""
+    mask = load_immutable(heap, MAGAZINE_MASK).to(tl.int32)
+    return heap + load_immutable(heap, MAGAZINES) + ((program_index() + cls * 677) & mask)
+
+
+@triton.jit
+def span_of(page, slot, count, cls):
+    word = page.to(tl.int64) + (slot.to(tl.int64) << SPAN_SLOT)
+    return word + (count.to(tl.int64) << SPAN_COUNT) + ((cls + 1).to(tl.int64) << SPAN_CLASS)
+
+
+@triton.jit
+def span_count(span):
+    return ((span >> SPAN_COUNT) & 0x3FFF).to(tl.int32)
 
 
 @triton.jit
@@ -207,27 +336,6 @@ def place_of(base, addr):
     """``(page, granule)`` of an address of the heap."""
     offset = addr - base
     return (offset >> PAGE_LOG2).to(tl.int32), ((offset >> 4) & 4095).to(tl.int32)
-
-
-@triton.jit
-def stripe_ptr(heap, cls, stripe):
-    index = cls.to(tl.int64) * load_geometry(heap, G_STRIPES) + stripe
-    return heap + STRIPES + index * STRIPE_STRIDE
-
-
-@triton.jit
-def program_index():
-    """This program's number within its launch (int32), for spreading and for error records."""
-    x = tl.num_programs(0)
-    y = tl.num_programs(1)
-    return tl.program_id(0) + x * (tl.program_id(1) + y * tl.program_id(2))
-
-
-@triton.jit
-def program_count():
-    """How many programs the launch has (int32, at most 2**30)."""
-    plane = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
-    return tl.minimum(tl.minimum(plane, 1 << 30) * tl.num_programs(2), 1 << 30).to(tl.int32)
 
 
 # Size classes ---------------------------------------------------------------------------------
@@ -274,51 +382,3 @@ def class_slots(cls):
     """Slots per page (int32) of class ``cls``."""
     steps, step_log2 = class_steps(cls)
     return tl.where(cls < 32, divide(cls * 0 + PAGE_BYTES >> step_log2, steps), 39 - cls)
-
-
-# Fields ---------------------------------------------------------------------------------------
-
-
-@triton.jit
-def page_out(word):
-    return (word & OUT_MASK).to(tl.int32)
-
-
-@triton.jit
-def page_class(word):
-    return ((word >> CLASS_SHIFT) & 63).to(tl.int32)
-
-
-@triton.jit
-def is_slab(word):
-    return (word & KIND_MASK) == SLAB
-
-
-@triton.jit
-def is_run(word):
-    return (word & KIND_MASK) == RUN
-
-
-@triton.jit
-def slab_of(cls):
-    """The page word of a slab of class ``cls`` (int32): nothing out, no stripe's, not published."""
-    return (cls.to(tl.int64) << CLASS_SHIFT) + SLAB
-
-
-@triton.jit
-def stripe_credits(word):
-    """Signed credits (int32) of a stripe word."""
-    return word.to(tl.int32)
-
-
-@triton.jit
-def stripe_place(word):
-    """``(first page, batch length)`` of a stripe word, as int32."""
-    # (Credits below zero have borrowed one from the upper half.)
-    high = ((word + (1 << 31)) >> 32).to(tl.int32)
-    return high & ((1 << 23) - 1), (high >> 23) & 127
-
-
-@triton.jit
-def pack_stripe(page, batch, credits):
-    return (page.to(tl.int64) << 32) + (batch.to(tl.int64) << BATCH_SHIFT) + credits.to(tl.int64)

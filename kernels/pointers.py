@@ -19,7 +19,8 @@ import triton.language as tl
 
 from .atomics import atomic_load
 from .bits import divide
-from .heap import block_start, locate, usable_any
+from .blocks import block_start, usable_any
+from .heap import locate
 from .lanes import any_lane, count_lanes, first_lane, lane_index, pick, width
 from .layout import (
     E_INVALID_POINTER,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .layout import ERRORS, MAX_RECORDS, RECORD_COUNT, RECORDS, program_index
+from .layout import ERROR_RECORDS, ERRORS, MAX_RECORDS, RECORD_COUNT, program_index
 
 
 @triton.jit(noinline=True)
@@ -16,7 +16,7 @@ def record_error(heap, kind, addr, size, count):
     tl.atomic_add(heap + ERRORS + kind, count.to(tl.int64), sem="relaxed")
     index = tl.atomic_add(heap + RECORD_COUNT, (size & 0) + 1, sem="relaxed")
     if index < MAX_RECORDS:
-        record = heap + RECORDS + index * 4
+        record = heap + ERROR_RECORDS + index * 4
         tl.atomic_xchg(record, kind.to(tl.int64), sem="relaxed")
         tl.atomic_xchg(record + 1, addr.to(tl.int64), sem="relaxed")
         tl.atomic_xchg(record + 2, size.to(tl.int64), sem="relaxed")

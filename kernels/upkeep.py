@@ -4,9 +4,8 @@ import triton
 import triton.language as tl
 
 from .api import free, malloc, usable_size
-from .layout import G_PLACES, load_geometry
-from .shelf import clear_place
-from .slabs import FLUSH_ALL, flush
+from .layout import program_index
+from .search import rest_magazines, rest_pages
 
 
 @triton.jit
@@ -38,13 +37,18 @@ def usable_size_kernel(heap, addrs, sizes, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def trim_kernel(heap, batches):
-    """Dissolve 64 batches per program and clear as many places of the shelf. Then everybody can
-    find whatever is free, and pages that are free as a whole are back at the page level."""
-    first = tl.program_id(0) * 64
-    flush(heap, first, tl.minimum(first + 64, batches), first * 0 + FLUSH_ALL)
-    places = load_geometry(heap, G_PLACES).to(tl.int32)
-    place = first
-    while place < tl.minimum(first + 64, places):
-        clear_place(heap, place)
-        place += 1
+def trim_kernel(heap):
+    """Make everything free that rests: what a search takes that finds nothing else, by a program
+    per chunk. Then everybody can find whatever is free, and pages that are free as a whole serve
+    any size.
+
+    A page that has slots in the magazine of one program and lies in the chunk of another is retired
+    by the later of the two: the first when it takes the slots out of the account, the second when
+    it finds nothing out. Both try to exchange the page word, and one succeeds.
+    """
+    first = program_index() * 64
+    at = first
+    while at < first + 64:
+        rest_magazines(heap, at)
+        rest_pages(heap, at)
+        at += 32

@@ -26,13 +26,15 @@ from devalloc.errors import (
     Overflow,
     UseAfterFree,
 )
+from devalloc.heap import geometry as heap_geometry
 from devalloc.heap import jagged as host_rows
-from devalloc.heap import state as heap_state
+from devalloc.heap.audit import audit
 from devalloc.heap.compiled import mark_static, refuse
 from devalloc.heap.debug_table import DebugTable, Fault, Tags, largest_request
 from devalloc.heap.devices import INTERPRETED, on_device, resolve_device
+from devalloc.heap.geometry import MAX_PAGES, Geometry
 from devalloc.heap.leaks import LeakReport
-from devalloc.heap.state import Geometry, Snapshot, State, Stats
+from devalloc.heap.state import Snapshot, State, Stats, describe
 from devalloc.kernels import debug_upkeep, layout, rows, upkeep
 from devalloc.sizes import PAGE_BYTES, format_size, parse_size
 from devalloc.sources import CudaSource, HostSource, Segment, Source
@@ -40,7 +42,6 @@ from devalloc.sources.names import NAMES, named_source
 
 __all__ = ["Heap", "Snapshot", "Stats"]
 
-_MAX_PAGES = 1 << 23
 # Blocks are wide in the interpreter, where a program costs the same at any width.
 _BLOCK = 1024 if INTERPRETED else 128
 
@@ -112,9 +113,9 @@ class Heap(Owner):
             raise InvalidArgument(
                 f"a heap of {capacity!r} cannot hold one page of {format_size(PAGE_BYTES)}"
             )
-        if pages > _MAX_PAGES:
+        if pages > MAX_PAGES:
             raise InvalidArgument(
-                f"a heap holds at most {format_size(_MAX_PAGES * PAGE_BYTES)}, not {capacity!r}"
+                f"a heap holds at most {format_size(MAX_PAGES * PAGE_BYTES)}, not {capacity!r}"
             )
         self.device = resolve_device(device)
         if source is None:
@@ -149,7 +150,7 @@ class Heap(Owner):
         self._initialise()
 
     def _initialise(self) -> None:
-        heap_state.initialise(self._handle, self._geometry, self.base)
+        heap_geometry.initialise(self._handle, self._geometry, self.base)
         if self._debug is not None:
             self._debug.attach(self._handle)
 
@@ -219,7 +220,7 @@ class Heap(Owner):
             self._require_open()
             self._synchronise()
             leaks = self.leaks() if warn and self._debug is not None else None
-            heap_state.retire(self._handle)
+            heap_geometry.retire(self._handle, self._geometry)
             self._synchronise()
             self._control.keeps = () if self._debug is None else (self._debug.segment,)
             self._data = None
@@ -302,7 +303,7 @@ class Heap(Owner):
         fault = (self.faults() or [self._fault(*unrecorded)])[0]
         details = fault.message
         if fault.kind is OutOfMemory and fault.size <= self.capacity:
-            state = heap_state.describe(self.stats())
+            state = describe(self.stats())
             details += f" when its kernel ran; now {state}; make the heap larger or free sooner"
         self.clear_errors()
         raise fault.kind(f"{details}. Recorded by kernels since the last check: {message}")
@@ -317,9 +318,9 @@ class Heap(Owner):
         self._require_open()
         self._synchronise()
         first = layout.RECORD_COUNT.value
-        end = layout.RECORDS.value + 4 * layout.MAX_RECORDS.value
+        end = layout.ERROR_RECORDS.value + 4 * layout.MAX_RECORDS.value
         count, *words = self._handle[first:end].tolist()
-        words = words[layout.RECORDS.value - first - 1 :]
+        words = words[layout.ERROR_RECORDS.value - first - 1 :]
         recorded = range(0, 4 * min(count, layout.MAX_RECORDS.value), 4)
         faults = [self._fault(*words[at : at + 4]) for at in recorded]
         if self._debug is not None:
@@ -412,7 +413,7 @@ class Heap(Owner):
         self._synchronise()
         failures = layout.ERRORS.value + layout.E_OUT_OF_MEMORY.value
         self._failures_before += int(self._handle[failures])
-        end = layout.RECORDS.value + 4 * layout.MAX_RECORDS.value
+        end = layout.ERROR_RECORDS.value + 4 * layout.MAX_RECORDS.value
         self._handle[layout.ERRORS.value : end].zero_()
         if self._debug is not None:
             self._debug.clear_faults()
@@ -446,10 +447,10 @@ class Heap(Owner):
             In a debug heap, if a guard has changed anywhere: see docs/guide/debugging.md.
         """
         self._require_open()
-        self._state().audit()
+        audit(self._state())
         self.trim()
         state = self._state()
-        state.audit()
+        audit(state)
         if self._debug is not None:
             with on_device(self.device):
                 self._debug.audit(self._handle, state.live_blocks(), self._tags)
@@ -646,10 +647,8 @@ class Heap(Owner):
         Never needed for correctness: a malloc that finds no memory does the same.
         """
         self._require_open()
-        batches, places = self._geometry.batches, self._geometry.places
-        grid = ((max(batches, places) + 63) // 64,)
         with on_device(self.device):
-            upkeep.trim_kernel[grid](self._handle, batches, num_warps=1)
+            upkeep.trim_kernel[(self._geometry.chunks,)](self._handle, num_warps=1)
 
     def _requests(self, values: torch.Tensor | Sequence[int] | int, name: str) -> torch.Tensor:
         self._require_open()

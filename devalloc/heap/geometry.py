@@ -2,7 +2,7 @@
 
 The state has about 79 words (630 bytes) per page from 512 MiB on, 68 of them the page's record. The
 fixed words and those of 38 classes weigh most in small heaps, so these get short rings and few idle
-words: see `Geometry.of`, and tests/test_lines_state.py for what each capacity takes.
+words: see `Geometry.of`, and tests/heap/test_state.py for what each capacity takes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.lines import layout
-from devalloc.kernels.layout import ERRORS
+from devalloc.kernels import layout
 from devalloc.sizes import CLASS_SIZES
 
 CLASSES = len(CLASS_SIZES)
@@ -116,7 +115,7 @@ class Geometry:
             layout.MAGIC_WORD: layout.MAGIC.value,
             layout.BASE: base,
             layout.STRIPES_AND_RING: self.stripes + (self.ring.bit_length() - 1 << 16),
-            layout.RECORDS: self.records,
+            layout.PAGE_RECORDS: self.records,
             layout.ROWS: self.rows,
             layout.PLACES: self.places,
             layout.CHUNKS: self.chunks,
@@ -153,7 +152,7 @@ def retire(handle: torch.Tensor, geometry: Geometry) -> None:
     Done on the current stream. In kernels that still have the handle, malloc then returns 0 and
     every free is a wrong free.
     """
-    handle[ERRORS.value :].zero_()
+    handle[layout.ERRORS.value :].zero_()
     _start_lines(handle, geometry)
 
 

@@ -9,87 +9,109 @@ nothing was free at some time, or if others kept taking and giving meanwhile.
 import triton
 import triton.language as tl
 
-from devalloc.kernels.atomics import atomic_load, fence
-from devalloc.kernels.bits import lowest_bit, lsr, mix, next_bit, popcount, run_starts
-from devalloc.kernels.lanes import any_lane, count_lanes, pick, rank_of
-from devalloc.kernels.layout import (
-    ERRORS,
-    address_of,
-    class_slots,
-    load_immutable,
-    program_count,
-    program_index,
-)
-from devalloc.kernels.pages import one_of
-
+from .atomics import atomic_load, fence
+from .bits import lowest_bit, lsr, mix, next_bit, popcount, run_starts
+from .lanes import any_lane, count_lanes, pick, rank_of
 from .layout import (
+    ERRORS,
+    KEPT,
     LENGTH,
     MAGAZINE_MASK,
     MAGAZINES,
     PAGE_MASK,
     PAGE_WORD,
+    REACHED,
     RUN,
     SLAB,
+    address_of,
     bit_of,
     class_row,
+    class_slots,
     free_row,
     hint_ptr,
     is_slab_of,
     load_base,
     load_chunks,
+    load_immutable,
     load_pages,
     load_records,
     page_out,
     page_word_ptr,
+    program_count,
+    program_index,
     slab_word,
     span_count,
 )
 from .lines import leave_account, leave_one, promise, retire, touch_words
-from .pages import give_pages, give_run, run_bits
+from .pages import give_pages, give_run, one_of, run_bits
 
 PASSES = tl.constexpr(16)
 FAR = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def retire_idle(heap, page, word, idle):
+    """Give back the ``idle`` pages, which have nothing out by their words, whether or not a place
+    leads to them. Returns how many."""
+    won = idle
+    if any_lane(idle):
+        won = retire(heap, page, word, idle, idle)
+        give_pages(heap, page, won)
+        hints = hint_ptr(heap) + page * 0
+        tl.atomic_min(hints, (page >> 6).to(tl.int64), mask=won, sem="relaxed")
+    return count_lanes(won)
+
+
+@triton.jit
+def rest_magazines(heap, first):
+    """Empty the 32 magazines from ``first`` on, as far as there are any. Returns how many were
+    full."""
+    lane = tl.arange(0, 32)
+    ptr = heap + load_immutable(heap, MAGAZINES) + first + lane
+    here = first + lane <= load_immutable(heap, MAGAZINE_MASK).to(tl.int32)
+    full = here & (atomic_load(ptr, here) != 0)
+    if any_lane(full):
+        span = tl.atomic_xchg(ptr, (lane * 0).to(tl.int64), mask=full, sem="relaxed")
+        full = full & (span != 0)
+        # What was done in these slots happens before what their pages' next owners do.
+        fence(heap + ERRORS)
+        page = tl.where(full, span & PAGE_MASK, 0).to(tl.int32)
+        counts = tl.where(full, span_count(span), 0)
+        change = counts.to(tl.int64)
+        word_ptr = page_word_ptr(load_records(heap), page)
+        now = tl.atomic_add(word_ptr, -change, mask=full, sem="relaxed") - change
+        leave_account(heap, page, now, counts, full, runs=False)
+        kept = full & ((now & (KEPT + SLAB)) == (KEPT + SLAB))
+        retire_idle(heap, page, now, kept & (page_out(now) == 0))
+    return count_lanes(full)
+
+
+@triton.jit
+def rest_pages(heap, first):
+    """Retire those of the 32 pages from ``first`` on that are slabs with nothing out. Returns how
+    many."""
+    lane = tl.arange(0, 32)
+    pages = load_pages(heap)
+    here = first + lane < pages
+    page = tl.minimum(first + lane, pages - 1)
+    word = atomic_load(page_word_ptr(load_records(heap), page), here)
+    return retire_idle(heap, page, word, here & ((word & SLAB) != 0) & (page_out(word) == 0))
 
 
 @triton.jit(noinline=True)
 def take_what_rests(heap):
     """Empty all magazines, and retire pages that are kept with nothing out. Returns how many there
     were (int32)."""
-    lane = tl.arange(0, 32)
-    records = load_records(heap)
-    magazines = heap + load_immutable(heap, MAGAZINES)
-    last = load_immutable(heap, MAGAZINE_MASK).to(tl.int32)
-    some = last * 0
-    at = last * 0
-    while at <= last:
-        here = at + lane <= last
-        full = here & (atomic_load(magazines + at + lane, here) != 0)
-        if any_lane(full):
-            nothing = (lane * 0).to(tl.int64)
-            span = tl.atomic_xchg(magazines + at + lane, nothing, mask=full, sem="relaxed")
-            full = full & (span != 0)
-            # What was done in these slots happens before what their pages' next owners do.
-            fence(heap + ERRORS)
-            page = tl.where(full, span & PAGE_MASK, 0).to(tl.int32)
-            counts = tl.where(full, span_count(span), 0)
-            change = counts.to(tl.int64)
-            ptr = page_word_ptr(records, page)
-            now = tl.atomic_add(ptr, -change, mask=full, sem="relaxed") - change
-            leave_account(heap, page, now, counts, full, runs=False)
-            some += count_lanes(full)
-        at += 32
     pages = load_pages(heap)
-    at = last * 0
+    some = pages * 0
+    at = pages * 0
     while at < pages:
-        page = tl.minimum(at + lane, pages - 1)
-        word = atomic_load(page_word_ptr(records, page), at + lane < pages)
-        idle = ((word & SLAB) != 0) & (page_out(word) == 0)
-        if any_lane(idle):
-            won = retire(heap, page, word, idle, idle)
-            give_pages(heap, page, won)
-            hints = hint_ptr(heap) + page * 0
-            tl.atomic_min(hints, (page >> 6).to(tl.int64), mask=won, sem="relaxed")
-            some += count_lanes(won)
+        # (There are no more magazines than pages.)
+        some += rest_magazines(heap, at)
+        at += 32
+    at = pages * 0
+    while at < pages:
+        some += rest_pages(heap, at)
         at += 32
     return some
 
@@ -154,6 +176,7 @@ def search_slots(heap, cls):
                                 state = slab_word(cls, slots) + 1
                                 ptr = page_word_ptr(load_records(heap), found)
                                 tl.atomic_add(ptr, state, sem="acquire")
+                                tl.atomic_max(ptr + REACHED, state & 0 | 1, sem="relaxed")
                             # (Others may use the rest.)
                             rest = tl.where((found >= 0) & (slots > 2), bit_of(bit), 0)
                             tl.atomic_or(class_row(heap, cls) + index, rest, sem="relaxed")
@@ -271,6 +294,7 @@ def malloc_run(heap, length):
             fence(heap + ERRORS)
             ptr = page_word_ptr(load_records(heap), page)
             tl.atomic_xchg(ptr + LENGTH, length, sem="relaxed")
+            tl.atomic_max(ptr + REACHED, length, sem="relaxed")
             tl.atomic_add(ptr, (length & 0) + (RUN + 1), sem="relaxed")
             tl.atomic_or(ptr - PAGE_WORD, (length & 0) + 1, sem="relaxed")
             addr = address_of(load_base(heap), page, page * 0)

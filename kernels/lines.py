@@ -19,20 +19,19 @@ way the page took between them. Runs touch the words of all their pages for this
 import triton
 import triton.language as tl
 
-from devalloc.kernels.atomics import atomic_cas, atomic_load, fence
-from devalloc.kernels.bits import divide, lsr, mix, next_bit
-from devalloc.kernels.groups import alike, from_leader
-from devalloc.kernels.lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick
-from devalloc.kernels.lanes import width as width_of
-from devalloc.kernels.layout import ERRORS, program_index
-from devalloc.kernels.pages import spread
-
+from .atomics import atomic_cas, atomic_load, fence
+from .bits import divide, lsr, mix, next_bit
+from .groups import alike, from_leader
+from .lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick
+from .lanes import width as width_of
 from .layout import (
+    ERRORS,
     KEPT,
     LENGTH,
     OPENED,
     OUT_MASK,
     PLACE_MASK,
+    REACHED,
     RUN,
     SLAB,
     SPANNED,
@@ -51,9 +50,10 @@ from .layout import (
     page_out,
     page_word_ptr,
     place_ptr,
+    program_index,
     slab_word,
 )
-from .pages import find_pages, give_pages, give_run, give_together, guess_pages
+from .pages import find_pages, give_pages, give_run, give_together, guess_pages, spread
 
 LOOKS = tl.constexpr(8)  # at how many words of the row of its class an opener looks
 
@@ -317,6 +317,7 @@ def open_places(heap, cls, slots, place, opens, front, width):
     fresh = opens & (page >= 0)
     ptr = page_word_ptr(records, tl.where(fresh, page, 0))
     tl.atomic_add(ptr, slab_word(cls, slots) + KEPT, mask=fresh, sem="relaxed")
+    tl.atomic_max(ptr + REACHED, (page & 0).to(tl.int64) + 1, mask=fresh, sem="relaxed")
     state = pack_place(first, second, place)
     tl.atomic_xchg(place_ptr(heap, cls, place), state, mask=opens, sem="relaxed")
     more = slots.to(tl.int64) + OPENED

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.lines import layout
-from benchmarks.lines.geometry import CLASSES
-from benchmarks.lines.state import SIZES, SLOTS, State
 from devalloc.errors import CorruptionError
-from devalloc.heap.state import RUN, SLAB
+from devalloc.heap.geometry import CLASSES
+from devalloc.heap.state import RUN, SIZES, SLAB, SLOTS, State
+from devalloc.kernels import layout
 from devalloc.sizes import PAGE_BYTES
 
 _SLAB_BITS = layout.SPANNED.value | (1 << layout.RUN.value.bit_length() - 1) - 1

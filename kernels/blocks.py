@@ -8,23 +8,24 @@ programs add to them what they would like to have, and take it back.
 import triton
 import triton.language as tl
 
-from devalloc.kernels.atomics import atomic_load
-from devalloc.kernels.bits import divide
-from devalloc.kernels.lanes import any_lane, is_block
-from devalloc.kernels.layout import PAGE_LOG2, address_of, class_bytes
-from devalloc.kernels.payload import as_column
-
+from .atomics import atomic_load
+from .bits import divide
 from .heap import locate
+from .lanes import any_lane, is_block
 from .layout import (
     LENGTH,
+    PAGE_LOG2,
     RUN,
     SLAB,
-    live_bit,
+    address_of,
+    class_bytes,
     load_base,
     load_records,
     page_class,
     page_word_ptr,
 )
+from .live import live_bit
+from .payload import as_column
 
 
 @triton.jit
