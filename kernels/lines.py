@@ -54,8 +54,10 @@ from .layout import (
     slab_word,
 )
 from .pages import find_pages, give_pages, give_run, give_together, guess_pages, spread
+from .target import anew
 
-LOOKS = tl.constexpr(8)  # at how many words of the row of its class an opener looks
+LOOKS = tl.constexpr(8)  # how many pages of the row of its class an opener tries
+BESIDE = tl.constexpr(4)  # of how many words at one time it takes the first that has any
 
 
 @triton.jit
@@ -255,12 +257,14 @@ def find_halves(heap, cls, row, chunk, reach, some, opens):
     """Two pages of their class with room for half of their slots for each lane in ``opens``, -1
     where none was found. Begins with ``chunk``, whose word of the row is ``some``."""
     lane = lane_index(chunk)
-    records = load_records(heap)
     first = chunk * 0 - 1
     second = first
     wants = opens
     tries = reach * 0
+    given_heap = heap
     while any_lane(wants) & (tries < LOOKS):
+        heap = anew(given_heap)
+        records = load_records(heap)
         salt = mix(program_index() * 64 + lane + tries * 977)
         # (A bit may be left of a page that is gone: on to the next word only after a find.)
         empty = wants & (some == 0)
@@ -297,9 +301,16 @@ def open_places(heap, cls, slots, place, opens, front, width):
     reach = tl.minimum(front + (width >> 6) + 1, chunks)
     chunk = spread(program_index() * 5 + lane * 3 + place * 7, reach)
     row = class_row(heap, tl.where(opens, cls, 0))
-    # (Both under way at one time.)
+    # (All under way at one time.)
     page, old = guess_pages(heap, opens, front, width)
     some = atomic_load(row + chunk, opens)
+    ahead = chunk * 0
+    for step in tl.static_range(1, BESIDE):
+        beside = atomic_load(row + chunk + step, opens & (chunk + step < reach))
+        better = (some == 0) & (beside != 0)
+        some = tl.where(better, beside, some)
+        ahead = tl.where(better, step, ahead)
+    chunk += ahead
     lost = opens & ((old & bit_of(page)) == 0)
     if any_lane(lost):
         page = find_pages(heap, lost, page, old, front, width)

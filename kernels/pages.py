@@ -20,6 +20,7 @@ from .bits import (
 )
 from .lanes import any_lane, lane_bits, lane_index, pick, rank_of
 from .layout import bit_of, free_row, hint_ptr, load_chunks, program_count, program_index
+from .target import anew
 
 RESIDENT = tl.constexpr(4096)  # programs that may look for pages at one time
 TRIES = tl.constexpr(16)
@@ -91,12 +92,14 @@ def find_pages(heap, want, page, old, front, width):
     """A page for each lane (or scalar) in ``want`` that has taken none: not ``page``, of whose
     chunk the word was ``old``. The others keep theirs; -1 where none was found."""
     lane = lane_index(want)
-    words = free_row(heap)
     guess = page
     page = tl.where(want, -1, page)
     pending = want
     tries = front * 0
+    given_heap = heap
     while any_lane(pending) & (tries < TRIES):
+        heap = anew(given_heap)
+        words = free_row(heap)
         # What came back says which pages of the chunk are free. If none is, look at others.
         salt = mix(program_index() * 64 + lane + tries * 977)
         here = (guess >> 6) * 64 + next_bit(tl.where(old != 0, old, 1), salt & 63)
