@@ -19,11 +19,12 @@ from .target import has_amdgcn, has_ptx
 def atomic_load(ptr, mask=None):
     """Current value of int64 word(s), relaxed; inactive lanes give 0.
 
-    Where each thread of the program has lanes of its own, a relaxed load, since no two threads read
-    for one lane. Programs that look at one word then do not wait for each other.
+    In a program of one warp, a relaxed load of a block that has lanes for all threads: one
+    instruction reads for all of them, so copies of a lane cannot differ. Then programs that look at
+    one word do not wait for each other, as atomics do.
     """
     zero = ptr.to(tl.int64) & 0
-    if has_ptx() and width(ptr) >= 32 * num_warps():
+    if has_ptx() and num_warps() == 1 and width(ptr) >= 32:
         active = tl.full(ptr.shape, 1, tl.int32)
         if mask is not None:
             active = mask.to(tl.int32)
