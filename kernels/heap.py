@@ -144,9 +144,10 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
 
 
 @triton.jit
-def claim_span(heap, span, size, index, good):
+def claim_span(heap, span, size, index, good, acquired: tl.constexpr):
     """Claim slots of spans for the ``good`` lanes: each has the ``index``-th of the span in its
-    lane (a scalar: one). Addresses; 0 in other lanes."""
+    lane (a scalar: one). Addresses; 0 in other lanes. Who took the spans out of a magazine has
+    ``acquired`` what their last owner did."""
     records = load_records(heap)
     page = tl.where(good, span & PAGE_MASK, 0).to(tl.int32)
     granule = (((span >> SPAN_SLOT) & 0x1FFF).to(tl.int32) + index) * (size >> 4)
@@ -155,7 +156,8 @@ def claim_span(heap, span, size, index, good):
     if is_block(good):
         turn, bits = speak_for(granule, size >> 4, index, span_count(span) - 1 - index)
         speaks = good & (turn == 0)
-    old = tl.atomic_or(ptr, bits, mask=speaks, sem="acquire")
+    sem: tl.constexpr = "relaxed" if acquired else "acquire"
+    old = tl.atomic_or(ptr, bits, mask=speaks, sem=sem)
     wrong = tl.where(speaks, old & bits, 0)
     if any_lane(wrong != 0):
         # A program with a promise of other slots was there first: each lane still finds a slot.
@@ -226,7 +228,7 @@ def malloc_alike(heap, cls, same, rank, need, polls: tl.constexpr):
         index = tl.where(beyond, index - span_count(span), index)
         span = tl.where(beyond, third, span)
         good = same & (index < span_count(span))
-        where = claim_span(heap, span, class_bytes(cls), index, good)
+        where = claim_span(heap, span, class_bytes(cls), index, good, acquired=False)
         addr = tl.where(good, where, addr)
         same = same & (good == 0)
         need = count_lanes(same)
@@ -338,7 +340,8 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
         if (count > 0) & (count * size * 2 <= PAGE_BYTES):
             span = take_span(heap, cls, count)
         if span != 0:
-            addr = claim_span(heap, span + (rank * 0).to(tl.int64), size, rank, same)
+            spans = span + (rank * 0).to(tl.int64)
+            addr = claim_span(heap, spans, size, rank, same, acquired=True)
         elif is_block(nbytes):
             if count >= slots_of(size):
                 n = tl.minimum(divide(count, slots_of(size)), 64)
