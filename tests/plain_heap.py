@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, MAX_SLOT, PAGE_BYTES
 
-CHUNK = 64
-
 Block = tuple[int, int]  # address, bytes set aside for it
 
 
@@ -41,16 +39,11 @@ def fits(live: Iterable[Block], base: int, pages: int) -> bool:
 
 def has_room(live: Iterable[Block], size: int, base: int, pages: int) -> bool:
     """Whether a heap with these live blocks has memory for a request that takes ``size`` bytes:
-    a slot of its class, or a run of free pages that begins where runs may."""
+    a slot of its class, or a run of adjacent free pages."""
     held = held_in(live, base, pages)
-    free = [not blocks for blocks in held]
     if size <= MAX_SLOT:
         slots = CLASS_SLOTS[CLASS_SIZES.index(size)]
         return any(not blocks or (set(blocks) == {size} and len(blocks) < slots) for blocks in held)
     wanted = size // PAGE_BYTES
-    starts = range(0, pages - wanted + 1, CHUNK if wanted >= CHUNK else 1)
-    return any(
-        all(free[start : start + wanted])
-        and (wanted >= CHUNK or start // CHUNK == (start + wanted - 1) // CHUNK)
-        for start in starts
-    )
+    starts = range(pages - wanted + 1)
+    return any(not any(held[start : start + wanted]) for start in starts)

@@ -11,8 +11,6 @@ TABLES = (
     ("schedules", "schedules explored", f"{'scenario':26} {'schedules':>9} {'steps':>9} "
      f"{'outcomes':>8} {'per second':>10}  strategies that left nothing to explore"),
     ("mutant", "mutants", f"{'mutant':32} {'killed by':26} {'schedules':>9} {'seconds':>8}"),
-    ("mutant of lines", "mutants of the experiment",
-     f"{'mutant':32} {'killed by':26} {'schedules':>9} {'seconds':>8}"),
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ memory of configurations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from devalloc.sizes import PAGE_BYTES
@@ -40,9 +40,14 @@ class Call:
     address: int
     old: int = 0
 
+    def overlaps(self, other: Call) -> bool:
+        """Whether both were under way at one time, in different programs."""
+        apart = self.end < other.begin or other.end < self.begin
+        return self.program != other.program and not apart
+
     def __str__(self) -> str:
         name = {0: "malloc", 1: "free", 2: "realloc", 3: "free_at", 4: "malloc_lanes",
-                5: "free_lanes", 6: "zeros", 7: "malloc_two"}[self.op.kind.value]  # fmt: skip
+                5: "free_lanes", 6: "malloc_two"}[self.op.kind.value]  # fmt: skip
         what = f"{self.op.amount} B -> {self.address:#x}" if self.op.allocates else (
             f"{self.address:#x}" + (f" + {self.op.amount}" if self.op.amount else ""))  # fmt: skip
         return f"[{self.begin:3} {self.end:3}] program {self.program}: {name} {what}"
@@ -138,6 +143,25 @@ class History:
         return sum(call.op.allocates and call.address == 0 for call in self.calls)
 
     # Linearisability --------------------------------------------------------------------------
+
+    def ends_first(self, program: int) -> bool:
+        """Whether a program's last call ended before that of any other."""
+        last = {call.program: call.end for call in sorted(self.calls, key=lambda call: call.end)}
+        return last[program] == min(last.values())
+
+    def without_nulls(self, alone: bool) -> History:
+        """The history without calls that returned 0: all of them, or if ``alone``, only those
+        during which a call of another program was under way."""
+        return replace(
+            self,
+            calls=[
+                call
+                for call in self.calls
+                if call.address != 0
+                or not call.op.allocates
+                or (alone and not any(call.overlaps(other) for other in self.calls))
+            ],
+        )
 
     def assert_linearisable(self, wrong_frees: int) -> None:
         """Some order of the calls is one that a sequential heap could have served, with so many

@@ -18,457 +18,311 @@ class Mutant:
     scenario: str
 
 
-RELEASE_RUN = """\
-    enter_transit(heap)
-    used = count_given(heap, n)
-    give_run(heap, page, n)
-    follow_peak(heap, used)
-    leave_transit(heap, n * 0 + 1)
+PROMISE_IN_MIXED = """\
+        granted = promise(heap, page, cls, users, slots, asks)
+        packed"""
+
+PUT = """\
+        ptr = page_word_ptr(load_records(heap), (span & PAGE_MASK).to(tl.int32))
+        span += lsr(tl.atomic_or(ptr, (span & 0) + SPANNED, sem="relaxed"), 63)
+    return tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+"""
+PUT_EARLY = """\
+        kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+        ptr = page_word_ptr(load_records(heap), (span & PAGE_MASK).to(tl.int32))
+        tl.atomic_or(ptr, (span & 0) + SPANNED, sem="relaxed")
+    else:
+        kept = tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+    return kept
 """
 
 ALL = (
     Mutant(
-        name="dropped_hint_stays_dropped",
-        file="pages.py",
-        old="""\
-    if again != 0:
-        tl.atomic_or(row_ptr, again, sem="relaxed")
-""",
-        new="",
-        breaks="a hint that became true while it was dropped is not set again",
-        scenario="hint_dropped",
+        name="retired_by_a_store",
+        file="lines.py",
+        old="old = atomic_cas(ptr, tl.where(idle, word, -1), tl.where(idle, word & 0, -1))",
+        new="old = tl.where(tl.atomic_xchg(ptr, word & 0, mask=idle) >= 0, word, -1)",
+        breaks="a slot that was promised after its page was emptied lies in a free page",
+        scenario="retire_or_promise",
     ),
     Mutant(
-        name="in_hand_is_not_counted",
-        file="pages.py",
-        old="return tl.where(in_hand == 0, epochs, epochs * 0 - 1)",
-        new="return epochs",
-        breaks="a search calls memory exhausted that somebody holds only to put it back",
-        scenario="in_hand_slots",
+        name="retired_without_winning",
+        file="lines.py",
+        old="won = idle & (old == word)",
+        new="won = idle",
+        breaks="a page is given back although its word changed before it could be retired",
+        scenario="retire_or_promise",
+    ),
+    Mutant(
+        name="retired_without_being_a_slab",
+        file="lines.py",
+        old="slab = speaks & ((now & (KEPT + SLAB)) == SLAB)",
+        new="slab = speaks & ((now & KEPT) == 0)",
+        breaks="who takes back what it added to a free page gives the page back once more",
+        scenario="late_undo",
+    ),
+    Mutant(
+        name="kept_pages_are_retired",
+        file="lines.py",
+        old="slab = speaks & ((now & (KEPT + SLAB)) == SLAB)",
+        new="slab = speaks & ((now & SLAB) == SLAB)",
+        breaks="a page does not outlast its first slot, though its line's tickets lead there",
+        scenario="kept",
+    ),
+    Mutant(
+        name="kept_for_good",
+        file="heap.py",
+        old="    stop_keeping(heap, page, last)\n    # (",
+        new="    # (",
+        breaks="pages stay kept when their place is used up: each place needs a new one",
+        scenario="used_up",
+    ),
+    Mutant(
+        name="left_before_it_is_not_kept",
+        file="lines.py",
+        old="""\
+        stop_keeping(heap, page, there)
+        ptr = page_word_ptr(load_records(heap), tl.where(there, page, 0))
+        change = counts.to(tl.int64)
+        now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
+""",
+        new="""\
+        ptr = page_word_ptr(load_records(heap), tl.where(there, page, 0))
+        change = counts.to(tl.int64)
+        now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
+        stop_keeping(heap, page, there)
+""",
+        breaks="a page is not kept any more after its last slot was freed, and nobody retires it",
+        scenario="late_ticket",
+    ),
+    Mutant(
+        name="groups_by_place_only",
+        file="heap.py",
+        old="head, rank, users = groups(cls + ((half & 31) << 6), active, 11)",
+        new="head, rank, users = groups((half & 31) << 6, active, 11)",
+        breaks="lanes get slots of another class: its place has the same number",
+        scenario="late_lanes",
+    ),
+    Mutant(
+        name="opened_by_a_store",
+        file="lines.py",
+        old='tl.atomic_add(ptr, slab_word(cls, slots) + KEPT, mask=fresh, sem="relaxed")',
+        new='tl.atomic_xchg(ptr, slab_word(cls, slots) + KEPT, mask=fresh, sem="relaxed")',
+        breaks="what a late holder added is lost, and then it takes that back",
+        scenario="late_undo",
+    ),
+    Mutant(
+        name="filled_by_a_store",
+        file="heap.py",
+        old="tl.atomic_add(page_word_ptr(records, pages), state, mask=lane < have",
+        new="tl.atomic_xchg(page_word_ptr(records, pages), state, mask=lane < have",
+        breaks="the same in a page that a block fills",
+        scenario="whole_pages_or_late_ticket",
+    ),
+    Mutant(
+        name="promise_is_not_undone",
+        file="lines.py",
+        old='now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change',
+        new='now = tl.atomic_add(ptr, -change * 0, mask=there, sem="relaxed")',
+        breaks="slots that nobody has are out for good",
+        scenario="last_slot",
+    ),
+    Mutant(
+        name="promised_without_looking",
+        file="lines.py",
+        old="room = tl.where(is_slab_of(old, cls), slots - page_out(old), 0)",
+        new="room = slots - page_out(old)",
+        breaks="a late holder gets a slot of a page that is free, or another class's",
+        scenario="late_ticket",
+    ),
+    Mutant(
+        name="claimed_without_a_promise",
+        file="heap.py",
+        old="good = got & (rank < granted)",
+        new="good = got",
+        breaks="lanes take slots of pages that have no room for them",
+        scenario="late_lanes",
+    ),
+    Mutant(
+        name="claimed_before_the_promise",
+        file="heap.py",
+        old=PROMISE_IN_MIXED,
+        new="""\
+        ptr, bit = live_bit(records, tl.where(asks, page, 0), slot * (size >> 4))
+        early = tl.atomic_or(ptr, bit, mask=asks, sem="relaxed")
+        early = asks & ((early & bit) == 0)
+        granted = promise(heap, page, cls, users, slots, asks)
+        tl.atomic_and(ptr, bit ^ -1, mask=early, sem="relaxed")
+        packed""",
+        breaks="live bits are set in a page that has no room, is free or another class's",
+        scenario="late_lanes",
+    ),
+    Mutant(
+        name="claimed_without_looking",
+        file="heap.py",
+        old="wrong = tl.where(speaks, old & bits, 0)\n    if any_lane",
+        new="wrong = tl.where(speaks, old & 0, 0)\n    if any_lane",
+        breaks="a slot that lives is handed out again",
+        scenario="slots_named_twice",
+    ),
+    Mutant(
+        name="freed_without_looking",
+        file="heap.py",
+        old="if inside & ((pick(old, 0) & bit) != 0):",
+        new="if inside:",
+        breaks="a second free of an address takes another slot out of the account",
+        scenario="two_frees_of_one",
     ),
     Mutant(
         name="page_taken_without_looking",
         file="pages.py",
-        old="taken = (old & run) != 0",
-        new="taken = run != 0",
-        breaks="two programs take one page: whether its bit was set is not looked at",
-        scenario="one_page",
+        old="won = pending & ((old & bit) != 0)",
+        new="won = pending",
+        breaks="two programs open one page: whether its bit was set is not looked at",
+        scenario="last_ticket",
     ),
     Mutant(
-        name="run_taken_by_a_store",
-        file="pages.py",
-        old="""\
-                old = tl.atomic_cas(ptr, word, word & (run ^ -1), sem="acquire")
-""",
-        new="""\
-                old = atomic_load(ptr)
-                tl.store(ptr, tl.where(old == word, word & (run ^ -1), old))
-""",
-        breaks="pages given or taken between the look and the store are lost or owned twice",
-        scenario="runs_cross",
-    ),
-    Mutant(
-        name="front_of_a_run_is_kept",
-        file="pages.py",
-        old="""\
-                    elif got > 0:
-                        give_run(heap, start * CHUNK_PAGES, got * CHUNK_PAGES)
-""",
+        name="spare_page_is_kept",
+        file="lines.py",
+        old="        give_pages(heap, page, both & (page >= 0))\n",
         new="",
-        breaks="chunks taken for a run that could not be completed are never given back",
-        scenario="front_of_a_run",
-    ),
-    Mutant(
-        name="credits_lost_in_detach",
-        file="batches.py",
-        old="change = (PUBLISHED - ATTACHED) - unused.to(tl.int64)",
-        new="change = (PUBLISHED - ATTACHED) - unused.to(tl.int64) * 0",
-        breaks="slots of a dissolved batch that nobody was promised are never free again",
-        scenario="one_word",
-    ),
-    Mutant(
-        name="retired_without_winning",
-        file="detached.py",
-        old="retired = retired | (idle & won)",
-        new="retired = retired | idle",
-        breaks="a page is given back although its word changed before it could be retired",
-        scenario="retire_or_malloc",
-    ),
-    Mutant(
-        name="hint_dropped_unannounced",
-        file="pages.py",
-        old="""\
-    enter_transit(heap)
-    tl.atomic_and(row_ptr, stale ^ -1, sem="relaxed")
-    fence(row_ptr)
-    suspect = (lsr(stale, lane.to(tl.int64)) & 1) != 0
-    now = atomic_load(page_bits_ptr(heap, index * 64 + lane), suspect)
-    again = lane_bits(run_starts(now, (order * 0 + 1) << order) != 0)
-    if again != 0:
-        tl.atomic_or(row_ptr, again, sem="relaxed")
-    leave_transit(heap, (again != 0).to(tl.int32))
-""",
-        new="""\
-    tl.atomic_and(row_ptr, stale ^ -1, sem="relaxed")
-    fence(row_ptr)
-    suspect = (lsr(stale, lane.to(tl.int64)) & 1) != 0
-    now = atomic_load(page_bits_ptr(heap, index * 64 + lane), suspect)
-    again = lane_bits(run_starts(now, (order * 0 + 1) << order) != 0)
-    if again != 0:
-        tl.atomic_or(row_ptr, again, sem="relaxed")
-""",
-        breaks="a search between the clearing and the setting again of a hint fails",
-        scenario="hint_missing",
-    ),
-    Mutant(
-        name="only_new_hints",
-        file="pages.py",
-        old="run = tl.where(active, old | bits, 0)",
-        new="run = tl.where(active, bits, 0)",
-        breaks="a run that grows together from two gives has no hint of its order",
-        scenario="hints_anew",
-    ),
-    Mutant(
-        name="tail_taken_by_a_store",
-        file="pages.py",
-        old="""\
-        old = atomic_cas(ptr, word, word & (bits ^ -1))
-        claimed = (old == word).to(tl.int32)
-""",
-        new="""\
-        old = word
-        tl.store(ptr, word & (bits ^ -1))
-        claimed = (old == word).to(tl.int32)
-""",
-        breaks="pages given between the look at the last chunk of a run and the store are lost",
-        scenario="tail_of_a_run",
-    ),
-    Mutant(
-        name="chunks_beyond_a_gap_are_kept",
-        file="pages.py",
-        old="""\
-        if tl.sum(beyond.to(tl.int32), axis=0) > 0:
-            give_pages(heap, target, wanted, beyond)
-""",
-        new="",
-        breaks="chunks taken behind one that was not to be had are never given back",
-        scenario="long_runs_cross",
-    ),
-    Mutant(
-        name="class_hint_stays_dropped",
-        file="detached.py",
-        old="""\
-    if again != 0:
-        tl.atomic_or(hint, bit, sem="relaxed")
-""",
-        new="",
-        breaks="a page published while the hint of its class was dropped is found by nobody",
-        scenario="class_hint_dropped",
-    ),
-    Mutant(
-        name="drawn_without_winning",
-        file="detached.py",
-        old="lost = mine & (seen != expected)",
-        new="lost = mine & (mine == 0)",
-        breaks="a page is drawn although its word changed: its slots have two accounts",
-        scenario="in_hand_slots",
-    ),
-    Mutant(
-        name="freed_without_looking",
-        file="live.py",
-        old="wrong = tl.where(speaks, (old & bits) ^ bits, 0)",
-        new="wrong = tl.where(speaks, (old & bits) ^ bits, 0) & 0",
-        breaks="a second free of an address takes another slot out of the account",
-        scenario="double_free",
-    ),
-    Mutant(
-        name="claimed_without_looking",
-        file="live.py",
-        old="return old | bit, active & ((old & bit) != 0)",
-        new="return old | bit, active & (active == 0)",
-        breaks="a slot that was drawn by two programs, or is live, is handed out",
-        scenario="slots_move",
-    ),
-    Mutant(
-        name="drawn_but_not_accounted",
-        file="detached.py",
-        old="seen = atomic_cas(ptr, expected, tl.where(mine, words + more, 0))",
-        new="seen = atomic_cas(ptr, expected, tl.where(mine, words + more * 0, 0))",
-        breaks="slots that were drawn are still free in the account of their page",
-        scenario="class_hint_dropped",
-    ),
-    Mutant(
-        name="hidden_page_stays_hidden",
-        file="detached.py",
-        old="published = published | (hidden & won)",
-        new="published = published | (hidden & won & (won == 0))",
-        breaks="a page that says it is published has no hint",
-        scenario="class_hint_dropped",
-    ),
-    Mutant(
-        name="a_page_of_a_run_is_kept",
-        file="heap.py",
-        old="free_run(heap, pick(page, at), pick(page_out(now), at) + 1)",
-        new="free_run(heap, pick(page, at), pick(page_out(now), at))",
-        breaks="the last page of a freed run is nobody's",
-        scenario="runs_cross",
-    ),
-    Mutant(
-        name="idle_page_is_kept",
-        file="heap.py",
-        old="return is_idle(word) | is_hidden(word) | is_run(word)",
-        new="return is_hidden(word) | is_run(word)",
-        breaks="a page whose last slot was freed stays a slab",
-        scenario="retire_or_free",
-    ),
-    Mutant(
-        name="speaks_for_one_too_many",
-        file="live.py",
-        old="others = tl.maximum(further, 0) >> period_log2",
-        new="others = tl.maximum(further + 1, 0) >> period_log2",
-        breaks="a lane sets and clears the live bit of a slot that is nobody's, or another's",
-        scenario="lanes_of_one_word",
-    ),
-    Mutant(
-        name="speaks_for_one_too_few",
-        file="live.py",
-        old="others = tl.maximum(further, 0) >> period_log2",
-        new="others = tl.maximum(further - 1, 0) >> period_log2",
-        breaks="the last lane of a word has no live bit: its slot can be claimed again",
-        scenario="lanes_of_one_word",
-    ),
-    Mutant(
-        name="not_heard_in_free",
-        file="live.py",
-        old="hit = (tl.gather(wrong, speaker, 0) & bit) != 0",
-        new="hit = wrong != wrong",
-        breaks="of lanes that free together, those are believed whose slot was free already",
-        scenario="double_free_of_one_lane",
-    ),
-    Mutant(
-        name="speaker_hears_for_all",
-        file="live.py",
-        old="hit = (tl.gather(wrong, speaker, 0) & bit) != 0",
-        new="hit = tl.gather(wrong, speaker, 0) != 0",
-        breaks="lanes share the fault of one: their slots are never accounted free",
-        scenario="double_free_of_one_lane",
-    ),
-    Mutant(
-        name="ticket_claimed_without_looking",
-        file="live.py",
-        old="return page, granule, tl.where(speaks, old & bits, 0)",
-        new="return page, granule, tl.where(speaks, old & bits, 0) & 0",
-        breaks="a ticket that outlived its batch takes a slot that others drew meanwhile",
-        scenario="ticket_outlives_its_batch",
-    ),
-    Mutant(
-        name="run_returns_unannounced",
-        file="pages.py",
-        old=RELEASE_RUN,
-        new="""\
-    used = count_given(heap, n)
-    give_run(heap, page, n)
-    follow_peak(heap, used)
-""",
-        breaks="a search does not hear of a run that came back behind it",
-        scenario="run_behind_a_search",
-    ),
-    Mutant(
-        name="run_returns_without_an_epoch",
-        file="pages.py",
-        old="leave_transit(heap, n * 0 + 1)\n    return n * 0",
-        new="leave_transit(heap, n * 0)\n    return n * 0",
-        breaks="the same, once the give is over",
-        scenario="run_behind_a_search",
-    ),
-    Mutant(
-        name="hints_of_another_give",
-        file="pages.py",
-        old=RELEASE_RUN,
-        new="""\
-    used = count_given(heap, n)
-    give_run(heap, page, n)
-    follow_peak(heap, used)
-    enter_transit(heap)
-    leave_transit(heap, n * 0 + 1)
-""",
-        breaks="a give relies on hints that another, not in transit, has yet to set",
-        scenario="hint_of_another",
-    ),
-    Mutant(
-        name="one_quiet_pass",
-        file="slabs.py",
-        old="while (place == 0) & (quiet < 2):",
-        new="while (place == 0) & (quiet < 1):",
-        breaks="a slot that moved behind the search, without transit, is overlooked",
-        scenario="slots_move_unannounced",
-    ),
-    Mutant(
-        name="other_batch_lost",
-        file="batches.py",
-        old='return detach(heap, cls, tl.atomic_xchg(ptr, word, sem="relaxed"))',
-        new='return (tl.atomic_xchg(ptr, word, sem="relaxed") & 0).to(tl.int32)',
-        breaks="of the batches that two refillers install, one is in no stripe and attached",
-        scenario="two_refillers",
-    ),
-    Mutant(
-        name="resting_batch_lost",
-        file="batches.py",
-        old="word = tl.where(atomic_cas(stripe + SPARE, word & 0, rests) == 0, 0, word)",
-        new="word = word & 0",
-        breaks="a batch that is used up is in no stripe and attached",
-        scenario="batch_runs_dry",
-    ),
-    Mutant(
-        name="credit_rests",
-        file="batches.py",
-        old="rests = word - tl.minimum(stripe_credits(word), 0).to(tl.int64)",
-        new="rests = word - tl.minimum(stripe_credits(word), 0).to(tl.int64) + 1",
-        breaks="a batch that is used up has a credit: its last slot is handed out twice",
-        scenario="batch_runs_dry",
-    ),
-    Mutant(
-        name="kept_and_handed_out",
-        file="batches.py",
-        old="rest = place - tl.minimum(stripe_credits(place), need).to(tl.int64)",
-        new="rest = place",
-        breaks="slots that a program keeps of a spare are handed out again",
-        scenario="spare_in_hand",
-    ),
-    Mutant(
-        name="spare_moves_unannounced",
-        file="batches.py",
-        old="""\
-    announced = begin_transit(heap)
-    place = atomic_load(stripe + SPARE)
-    # (Announced before anything is taken: by what the announcement returned.)
-    begun = count_lanes(has_begun(announced)) == 64
-    if begun & (stripe_credits(place) > 0):
-        if atomic_cas(stripe + SPARE, place, place & 0) == place:
-            # What the slots' former owners did, before whoever takes a ticket.
-            fence(stripe)
-            rest = place - tl.minimum(stripe_credits(place), need).to(tl.int64)
-            used = tl.atomic_xchg(stripe, rest, sem="acquire")
-            put_aside(heap, cls, stripe, used, place != 0)
-        else:
-            place = place & 0
-    else:
-        place = place & 0
-    end_transit(heap, (place != 0).to(tl.int32))
-""",
-        new="""\
-    place = atomic_load(stripe + SPARE)
-    if stripe_credits(place) > 0:
-        if atomic_cas(stripe + SPARE, place, place & 0) == place:
-            fence(stripe)
-            rest = place - tl.minimum(stripe_credits(place), need).to(tl.int64)
-            used = tl.atomic_xchg(stripe, rest, sem="acquire")
-            put_aside(heap, cls, stripe, used, place != 0)
-        else:
-            place = place & 0
-    else:
-        place = place & 0
-""",
-        breaks="a search does not hear that a batch is between two places, and fails",
-        scenario="spare_in_hand",
-    ),
-    Mutant(
-        name="renewed_while_in_use",
-        file="batches.py",
-        old="front = lowest_bit(lane_bits((lane < batch) & (page_out(words) == 0)) ^ -1)",
-        new="front = lowest_bit(lane_bits((lane < batch) & (page_out(words) >= 0)) ^ -1)",
-        breaks="a batch is renewed while slots of it live: it has more tickets than slots",
-        scenario="batch_runs_dry",
-    ),
-    Mutant(
-        name="group_pays_for_one",
-        file="heap.py",
-        old="word = tl.atomic_add(stripes, -count.to(tl.int64), mask=leads",
-        new="word = tl.atomic_add(stripes, -(count > 0).to(tl.int64), mask=leads",
-        breaks="lanes of one class get tickets that the next program gets as well",
-        scenario="lanes_of_two_classes",
-    ),
-    Mutant(
-        name="group_pays_back_one",
-        file="live.py",
-        old="speaks = active & (leader == lane)",
-        new="speaks, counts = active & (leader == lane), counts * 0 + 1",
-        breaks="of slots that lanes freed into one page, one is free in its account",
-        scenario="lanes_of_two_classes",
-    ),
-    Mutant(
-        name="filled_pages_without_looking",
-        file="detached.py",
-        old="if any_lane(mine & (words != filled)) == 0:",
-        new="if length > 0:",
-        breaks="pages of a batch, or that others can find, lie on the shelf as if they were not",
-        scenario="shelf_or_batch",
-    ),
-    Mutant(
-        name="settled_on_the_shelf",
-        file="detached.py",
-        old="hidden = asks & is_hidden(words) & (idle == 0) & (page_out(words) < class_slots(cls))",
-        new="hidden = asks & is_hidden(words) & (idle == 0)",
-        breaks="a free that comes late changes the word of a page on the shelf",
-        scenario="shelf_settled_late",
-    ),
-    Mutant(
-        name="shelved_and_not_counted",
-        file="shelf.py",
-        old="change = (lane * 0).to(tl.int64) + length.to(tl.int64)",
-        new="change = (lane * 0).to(tl.int64)",
-        breaks="a search does not look at the shelf, as nothing is said to lie there",
-        scenario="shelf_or_search",
-    ),
-    Mutant(
-        name="shelved_for_another_use",
-        file="shelf.py",
-        old="if (pages == length) & (stripe_credits(word) == use):",
-        new="if pages == length:",
-        breaks="pages are taken from the shelf that are cut for something else",
-        scenario="shelf_changes_use",
-    ),
-    Mutant(
-        name="taken_and_left_on_the_shelf",
-        file="shelf.py",
-        old='if tl.atomic_cas(ptr, word, word & 0, sem="acquire") == word:',
-        new="if atomic_load(ptr) == word:",
-        breaks="pages are handed out and stay on the shelf, for the next",
-        scenario="shelf_changes_use",
+        breaks="a page that was taken and not needed is nobody's",
+        scenario="half_pages_suffice",
     ),
     Mutant(
         name="put_over_another",
-        file="shelf.py",
-        old="old = atomic_cas(place_ptr(heap, own_place(heap)), word & 0, word)",
-        new="old = tl.atomic_xchg(place_ptr(heap, own_place(heap)), word) & 0",
-        breaks="what lay at a place of the shelf is nobody's",
-        scenario="shelf_changes_use",
-    ),
-    Mutant(
-        name="shelf_cleared_unannounced",
-        file="shelf.py",
-        old="""\
-        enter_transit(heap)
-        page, length""",
-        new="""\
-        page, length""",
-        breaks="a search calls memory exhausted that another takes off the shelf to give it back",
-        scenario="shelf_or_search",
-    ),
-    Mutant(
-        name="slabs_on_the_shelf_stay_slabs",
-        file="shelf.py",
-        old='tl.atomic_xchg(state_ptr, lane.to(tl.int64) * 0, mask=lane < length, sem="relaxed")',
-        new="tl.atomic_add(state_ptr, lane.to(tl.int64) * 0, mask=lane < length)",
-        breaks="pages are free by their bits and slabs by their words",
-        scenario="shelf_or_search",
-    ),
-    Mutant(
-        name="run_without_a_live_bit",
         file="heap.py",
-        old='tl.atomic_or(ptr, bit | lsr(old, KIND_SHIFT + 2), sem="relaxed")',
-        new='tl.atomic_or(ptr, lsr(old, KIND_SHIFT + 2), sem="relaxed")',
-        breaks="no run can be freed",
-        scenario="one_page",
+        old='return tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0',
+        new='return tl.atomic_xchg(magazine_ptr(heap, cls), span, sem="relaxed") != -1',
+        breaks="the slots that were in the magazine are out for good",
+        scenario="one_magazine",
+    ),
+    Mutant(
+        name="put_back_over_another",
+        file="heap.py",
+        old='release_span(heap, tl.atomic_xchg(ptr, word, sem="acq_rel")) & 0',
+        new='tl.atomic_xchg(ptr, word, sem="acq_rel") & 0',
+        breaks="what a free put into a magazine while a malloc looked at the last span is nobody's",
+        scenario="magazine_of_another_class",
+    ),
+    Mutant(
+        name="taken_for_another_class",
+        file="heap.py",
+        old="if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):",
+        new="if (word != 0) & (span_count(word) != span_count(wanted)):",
+        breaks="slots of one class are handed out for another",
+        scenario="magazine_of_another_class",
+    ),
+    Mutant(
+        name="taken_for_another_count",
+        file="heap.py",
+        old="if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):",
+        new="if (word != 0) & ((word >> SPAN_CLASS) != (wanted >> SPAN_CLASS)):",
+        breaks="a span gives more slots than it has, or fewer",
+        scenario="magazine_of_another_count",
+    ),
+    Mutant(
+        name="block_pays_for_one",
+        file="heap.py",
+        old="counts = further + 1",
+        new="counts = further * 0 + 1",
+        breaks="of slots that lanes freed into one page, one is free in its account",
+        scenario="block_and_scalar_alone",
+    ),
+    Mutant(
+        name="wrong_lanes_pay",
+        file="heap.py",
+        old="        active = active & (hit == 0)\n",
+        new="",
+        breaks="lanes whose slots were free already take others out of the account",
+        scenario="two_frees_of_two_lanes",
+    ),
+    Mutant(
+        name="void_places_stay",
+        file="heap.py",
+        old="    over = granted < counts\n",
+        new="    over = asks & (granted < counts)\n",
+        breaks="all tickets of a place that leads to no page fail, though there are pages by now",
+        scenario="page_comes_back",
+    ),
+    Mutant(
+        name="void_places_stay_for_lanes",
+        file="heap.py",
+        old="over = tl.where(got, heads & (granted < users), bad)",
+        new="over = got & heads & (granted < users)",
+        breaks="the same for blocks of several classes",
+        scenario="page_comes_back_to_lanes",
+    ),
+    Mutant(
+        name="waits_for_what_is_gone",
+        file="layout.py",
+        old="return ((number - place) & NUMBER_MASK) > (NUMBER_MASK >> 1)",
+        new="return ((number - place) & NUMBER_MASK) != 0",
+        breaks="who comes too late to a place waits as long as it can",
+        scenario="ring_came_round",
+    ),
+    Mutant(
+        name="marked_when_it_may_be_gone",
+        file="heap.py",
+        old=PUT,
+        new=PUT_EARLY,
+        breaks="a page is marked for its slots in a magazine when it is free, or another's",
+        scenario="marked_or_gone",
+    ),
+    Mutant(
+        name="asked_without_an_answer",
+        file="search.py",
+        old="return tl.where(granted == 1, page, -1)",
+        new="return page",
+        breaks="a search takes a slot of a page that had one when it looked",
+        scenario="search_or_free",
+    ),
+    Mutant(
+        name="asked_and_not_left",
+        file="search.py",
+        old="    if granted == 0:\n        leave_one(heap, page)\n",
+        new="",
+        breaks="what a search adds to a page without room is out for good",
+        scenario="search_or_free",
+    ),
+    Mutant(
+        name="searched_without_looking",
+        file="search.py",
+        old="if (old & bit_of(bit)) != 0:",
+        new="if old != 1:",
+        breaks="a search takes a page that another took first",
+        scenario="search_or_line",
+    ),
+    Mutant(
+        name="search_passes_by_full_halves",
+        file="search.py",
+        old="some = here & (word != 0) & (page_out(word) < slots)",
+        new="some = here & (word != 0) & (page_out(word) <= slots >> 1)",
+        breaks="a search does not find the last slot of a page",
+        scenario="search_finds_the_last",
+    ),
+    Mutant(
+        name="run_taken_in_part",
+        file="search.py",
+        old="if any_lane(got != bits):",
+        new="if any_lane((got == 0) & (bits != 0)):",
+        breaks="a run has pages that somebody else has",
+        scenario="two_runs",
+    ),
+    Mutant(
+        name="part_of_a_run_is_kept",
+        file="search.py",
+        old="got, mask=got != 0, sem=",
+        new="got & 0, mask=got != 0, sem=",
+        breaks="pages taken for a run that cannot be whole are nobody's",
+        scenario="two_runs",
+    ),
+    Mutant(
+        name="whole_run_given_back",
+        file="search.py",
+        old="got, mask=got != 0, sem=",
+        new="bits, mask=bits != 0, sem=",
+        breaks="pages of a run that somebody else has are free",
+        scenario="two_runs",
     ),
 )

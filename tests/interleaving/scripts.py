@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from devalloc import kernels as da
+from devalloc.kernels.api import realloc_any
+from devalloc.kernels.heap import free_any, malloc_any
 
 MALLOC = tl.constexpr(0)
 FREE = tl.constexpr(1)
@@ -22,8 +23,7 @@ REALLOC = tl.constexpr(2)
 FREE_AT = tl.constexpr(3)
 MALLOC_LANES = tl.constexpr(4)
 FREE_LANES = tl.constexpr(5)
-ZEROS = tl.constexpr(6)
-MALLOC_TWO = tl.constexpr(7)
+MALLOC_TWO = tl.constexpr(6)
 LANES = tl.constexpr(4)
 ROW = tl.constexpr(3)
 # Journal entries of an operation: it begins; its lanes end, with the addresses in their slots.
@@ -31,7 +31,7 @@ ENTRIES = tl.constexpr(1 + LANES.value)
 
 
 @triton.jit
-def run_script(heap, script, slots, journal, OPS: tl.constexpr):
+def run_script(heap, script, slots, journal, OPS: tl.constexpr, POLLS: tl.constexpr):
     """Carry out ``OPS`` operations of (kind, bytes or offset, slot); a kind below 0 ends."""
     lane = tl.arange(0, LANES)
     program = tl.program_id(0)
@@ -45,21 +45,20 @@ def run_script(heap, script, slots, journal, OPS: tl.constexpr):
         if kind >= 0:
             tl.store(entry, 1)
             if kind == MALLOC:
-                tl.store(slot, da.malloc(heap, amount))
+                tl.store(slot, malloc_any(heap, amount, amount > 0, POLLS))
             if kind == FREE:
-                da.free(heap, tl.load(slot))
+                addr = tl.load(slot)
+                free_any(heap, addr, addr != 0)
             if kind == REALLOC:
-                tl.store(slot, da.realloc(heap, tl.load(slot), amount))
+                tl.store(slot, realloc_any(heap, tl.load(slot), amount, amount >= 0))
             if kind == FREE_AT:
-                da.free(heap, tl.load(slot) + amount)
+                free_any(heap, tl.load(slot) + amount, program >= 0)
             if kind == MALLOC_LANES:
-                tl.store(slot + lane, da.malloc(heap, amount + lane * 0, lane < LANES))
+                tl.store(slot + lane, malloc_any(heap, amount + lane * 0, lane < LANES, POLLS))
             if kind == MALLOC_TWO:
-                tl.store(slot + lane, da.malloc(heap, amount << (lane & 1), lane < LANES))
+                tl.store(slot + lane, malloc_any(heap, amount << (lane & 1), lane < LANES, POLLS))
             if kind == FREE_LANES:
-                da.free(heap, tl.load(slot + lane))
-            if kind == ZEROS:
-                tl.store(slot, da.zeros(heap, amount))
+                free_any(heap, tl.load(slot + lane), lane < LANES)
             many = (kind == MALLOC_LANES) | (kind == MALLOC_TWO) | (kind == FREE_LANES)
             inside = (lane == 0) | many
             tl.store(entry + 1 + lane, tl.load(slot + lane, mask=inside), mask=inside)
@@ -80,7 +79,7 @@ class Op:
 
     @property
     def allocates(self) -> bool:
-        return self.kind in (MALLOC, MALLOC_LANES, MALLOC_TWO, REALLOC, ZEROS)
+        return self.kind in (MALLOC, MALLOC_LANES, MALLOC_TWO, REALLOC)
 
     @property
     def frees(self) -> bool:
@@ -109,10 +108,6 @@ def free_at(slot: int, offset: int) -> Op:
 
 def realloc(slot: int, nbytes: int) -> Op:
     return Op(REALLOC, slot, nbytes)
-
-
-def zeros(slot: int, nbytes: int) -> Op:
-    return Op(ZEROS, slot, nbytes)
 
 
 def malloc_lanes(slot: int, nbytes: int) -> Op:

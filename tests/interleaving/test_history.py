@@ -166,11 +166,10 @@ def test_room_is_a_slot_of_the_class_or_a_run_of_free_pages() -> None:
     assert has_room([(BASE, slot)], page, BASE, 2)
     assert not has_room([(BASE + page, page)], 2 * page, BASE, 3)
     assert has_room([(BASE, page)], 2 * page, BASE, 3)
-    # Short runs lie in one chunk of 64 pages, longer ones begin at one.
+    # Runs begin anywhere.
     edge = [(BASE, 63 * page), (BASE + 65 * page, 63 * page)]
-    assert not has_room(edge, 2 * page, BASE, 128)
-    assert has_room([(BASE, 63 * page)], 64 * page, BASE, 128)
-    assert not has_room([(BASE, page)], 64 * page, BASE, 127)
+    assert has_room(edge, 2 * page, BASE, 128)
+    assert not has_room(edge, 3 * page, BASE, 128)
 
 
 def test_which_slot_of_its_page_a_malloc_gets_is_settled_late() -> None:

@@ -31,10 +31,10 @@ pytestmark = [
 ]
 
 
-def planted(mutant: Mutant, folder: Path, original: Path = ROOT / "kernels") -> Path:
-    """A copy of kernels/, or of another folder, with the bug in it."""
-    copy = folder / original.name
-    shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
+def planted(mutant: Mutant, folder: Path) -> Path:
+    """A copy of kernels/ with the bug in it."""
+    copy = folder / "kernels"
+    shutil.copytree(ROOT / "kernels", copy, ignore=shutil.ignore_patterns("__pycache__"))
     file = copy / mutant.file
     source = file.read_text()
     assert source.count(mutant.old) == 1, (
@@ -54,7 +54,7 @@ class Done(NamedTuple):
 def explore(folder: Path, scenario: str, *options: str) -> Done:
     """Run a trial with the device code of ``folder``, in a process of its own."""
     output = folder.with_name("output")
-    arguments = [scenario, f"--{folder.name}", str(folder), *options]
+    arguments = [scenario, "--kernels", str(folder), *options]
     process = FORKSERVER.Process(target=trial.run, args=(arguments, output))
     process.start()
     process.join(SECONDS)
@@ -89,12 +89,12 @@ def test_a_planted_bug_is_found(
 
 def test_a_copy_without_a_bug_passes(tmp_path: Path) -> None:
     """What the mutants are compared with; and the copy is what runs."""
-    plain = Mutant("none", "bits.py", "Owns no state. ", "", "nothing", "double_free_of_a_run")
+    plain = Mutant("none", "pages.py", "Owns the chunk words", "Owns", "nothing", "kept")
     folder = planted(plain, tmp_path)
-    done = explore(folder, plain.scenario, "--scale", "0.05")
+    done = explore(folder, plain.scenario)
     assert done.status == 0, done.output
     (folder / "pages.py").write_text("raise ImportError('the copy')")
-    broken = explore(folder, plain.scenario, "--scale", "0.05")
+    broken = explore(folder, plain.scenario)
     assert broken.status == trial.RAISED
     assert "ImportError: the copy" in broken.output
 

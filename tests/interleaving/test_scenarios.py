@@ -10,11 +10,10 @@ from collections.abc import Callable
 import pytest
 
 from devalloc import CorruptionError
-from devalloc.testing import PCT, Interleaving, Launch, Run
+from devalloc.testing import PCT, Interleaving, Run
 from tests.conftest import ON_GPU
 from tests.interleaving.lab import SCALE, SHORT, Laboratory, Scenario
-from tests.interleaving.scenarios import ALL, BY_NAME
-from tests.interleaving.scripts import run_script
+from tests.interleaving.scenarios import ALL, BY_NAME, drawn
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,15 +41,22 @@ def test_every_schedule_leaves_a_sound_heap(
     assert schedules >= len(scenario.plan)
 
 
+@pytest.mark.parametrize(
+    ("seeds", "scale"), [(6, SHORT), pytest.param(60, 1.0, marks=pytest.mark.long)]
+)
+def test_programs_drawn_at_random(seeds: int, scale: float) -> None:
+    for seed in range(seeds):
+        assert list(drawn(seed).explore(scale * SCALE))
+
+
 def test_audit_in_the_middle_refuses_or_is_right() -> None:
-    """While programs are inside malloc and free, `audit` says that the heap is not at rest, or
+    """While programs are inside malloc and free, an audit says that the heap is not at rest, or
     finds it consistent; it never changes what it refuses."""
-    scenario = BY_NAME["one_slab"]
-    with Laboratory(scenario) as laboratory:
+    with Laboratory(BY_NAME["retire_or_promise"]) as laboratory:
         heap = laboratory.heap
         seen = {"refused": 0, "sound": 0}
 
-        def audit(run: Run) -> None:
+        def look(run: Run) -> None:
             before = heap.handle.clone()
             refusal = None
             try:
@@ -62,19 +68,17 @@ def test_audit_in_the_middle_refuses_or_is_right() -> None:
                 assert refusal.startswith(("H1", "H2", "H3", "H4"))
                 assert heap.handle.equal(before)
 
-        launch = Launch(
-            run_script,
-            (len(scenario.script),),
-            heap.handle,
-            laboratory.script,
-            laboratory.slots,
-            laboratory.journal,
-            OPS=2,
-        )
         interleaving = Interleaving(
-            launch, check=laboratory.check, invariant=audit, journal=laboratory.journal,
+            laboratory.launch,
+            check=laboratory.check,
+            invariant=look,
+            journal=laboratory.journal,
             memory=[(heap.base, heap.capacity)],
-        )  # fmt: skip
+        )
         interleaving.explore(PCT(depth=3), 3)
     assert seen["refused"] > 10
     assert seen["sound"] > 10
+
+
+def test_names_are_unique() -> None:
+    assert len(BY_NAME) == len(ALL)

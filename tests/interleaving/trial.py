@@ -1,8 +1,8 @@
 """Run one scenario: ``python -m tests.interleaving.trial NAME [--kernels FOLDER] [--replay S]``.
 
-With ``--kernels`` the device code is imported from that folder, with ``--lines`` the experiment of
-benchmarks/lines; ``--shrink 0`` takes the first schedule that fails as it is. Ends with 0 if no
-schedule failed, 1 if one did (it is printed), 2 for wrong usage.
+With ``--kernels`` the device code is imported from that folder; ``--shrink 0`` takes the first
+schedule that fails as it is. Ends with 0 if no schedule failed, 1 if one did (it is printed), 2 for
+wrong usage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 import traceback
 from argparse import ArgumentParser
 from contextlib import redirect_stderr, redirect_stdout
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 FAILED = 1
@@ -24,7 +23,6 @@ def main(arguments: list[str]) -> int:
     parser = ArgumentParser(prog="python -m tests.interleaving.trial", description=__doc__)
     parser.add_argument("name")
     parser.add_argument("--kernels", type=Path)
-    parser.add_argument("--lines", type=Path)
     parser.add_argument("--replay", metavar="SCHEDULE")
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--shrink", type=float, default=8.0, metavar="SECONDS")
@@ -34,15 +32,12 @@ def main(arguments: list[str]) -> int:
         from devalloc._locate_kernels import SiblingFolder
 
         sys.meta_path.insert(0, SiblingFolder(options.kernels.resolve()))
-    if options.lines:
-        take_from(options.lines.resolve(), "benchmarks.lines")
     from devalloc.testing import ScheduleError
-    from tests.interleaving import lines_scenarios, scenarios
+    from tests.interleaving.scenarios import BY_NAME
 
-    names = {**scenarios.BY_NAME, **lines_scenarios.BY_NAME}
-    if options.name not in names:
-        parser.error(f"no scenario {options.name!r}; there are: {', '.join(names)}")
-    scenario = names[options.name]
+    if options.name not in BY_NAME:
+        parser.error(f"no scenario {options.name!r}; there are: {', '.join(BY_NAME)}")
+    scenario = BY_NAME[options.name]
     started = time.monotonic()
     try:
         if options.replay is not None:
@@ -55,17 +50,6 @@ def main(arguments: list[str]) -> int:
         print(f"{scenario.name} failed after {time.monotonic() - started:.1f} s\n{error}")
         return FAILED
     return 0
-
-
-def take_from(folder: Path, package: str) -> None:
-    """Import a package and what is in it from a folder."""
-    spec = spec_from_file_location(
-        package, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[package] = module = module_from_spec(spec)
-    spec.loader.exec_module(module)
 
 
 def run(arguments: list[str], output: Path) -> None:
