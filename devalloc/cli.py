@@ -267,7 +267,6 @@ class Benchmarks(click.Group):
 
     MODULES = {  # noqa: RUF012
         "arena": "arena.bench_arena",
-        "batches": "device.bench_batches",
         "compare": "tables.compare",
         "device": "device.bench_device",
         "litmus": "stress.bench_litmus",

@@ -120,15 +120,15 @@ MUTANTS = {
     ),
     "a second free is accepted": (
         "double-frees",
-        Patch("live.py", "wrong = tl.where(speaks, (old & bits) ^ bits, 0)",
+        Patch("heap.py", "wrong = tl.where(speaks, (old & bits) ^ bits, 0)",
               "wrong = tl.where(speaks, (old & bits) ^ bits, 0) & 0"),
         "audit|double frees",
     ),
-    "credits are lost": (
+    "slots that were freed stay in the account": (
         "small",
-        Patch("batches.py", "change = (PUBLISHED - ATTACHED) - unused.to(tl.int64)",
-              "change = (PUBLISHED - ATTACHED) - unused.to(tl.int64) * 0"),
-        "audit: H4|live blocks",
+        Patch("heap.py", "        change = counts.to(tl.int64)\n",
+              "        change = counts.to(tl.int64) * 0\n"),
+        "audit: H",
     ),
 }  # fmt: skip
 

@@ -109,7 +109,7 @@ ENTRY_POINTS: dict[str, list[tuple[dict[str, str], int, dict[str, int]]]] = {
     "devalloc.kernels.upkeep.malloc_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.free_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.usable_size_kernel": [(REQUESTS, 1, BLOCK)],
-    "devalloc.kernels.upkeep.trim_kernel": [(HEAP | {"batches": "i32"}, 1, {})],
+    "devalloc.kernels.upkeep.trim_kernel": [(HEAP, 1, {})],
     "devalloc.kernels.rows.gather_kernel": [
         (ROWS, 4, MOVED),
         (ROWS | {"heap": DEBUG_HEAP}, 4, MOVED),

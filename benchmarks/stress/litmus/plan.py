@@ -70,14 +70,17 @@ SHAPES = tuple(Shape(name, order) for name in ("MP", "WRC", "SB") for order in O
 
 _FENCE = Patch("atomics.py", '"fence.acq_rel.gpu; mov.b32 $0, $1;"', '"mov.b32 $0, $1;"')
 _BARRIERS = Patch("atomics.py", "    tl.debug_barrier()\n", "", times=2)
-_ACQUIRES = tuple(
-    Patch(file, 'sem="acquire"', 'sem="relaxed"', times=None)
-    for file in ("batches.py", "heap.py", "pages.py", "shelf.py", "slabs.py")
+_ACQUIRES = (
+    *(
+        Patch(file, 'sem="acquire"', 'sem="relaxed"', times=None)
+        for file in ("heap.py", "lines.py", "live.py", "search.py")
+    ),
+    Patch("heap.py", 'sem="acq_rel"', 'sem="relaxed"'),
 )
 _FREE = Patch(
     "heap.py",
-    "    fence(heap + ERRORS)\n    freed, speaks, counts, unit = clear(",
-    "    tl.debug_barrier()\n    freed, speaks, counts, unit = clear(",
+    "    fence(heap + ERRORS)\n    if is_block(active):",
+    "    tl.debug_barrier()\n    if is_block(active):",
 )
 
 WEAKENED: dict[str, tuple[Patch, ...]] = {
