@@ -22,9 +22,7 @@ from devalloc.sizes import CLASS_SIZES, MAX_SLOT, PAGE_BYTES
 from tests.conftest import HAS_GREENLET, ON_GPU
 from tests.heap.bare import BareHeap, pairs_kernel
 
-pytestmark = pytest.mark.skipif(
-    ON_GPU, reason="reads states on the host"
-)
+pytestmark = pytest.mark.skipif(ON_GPU, reason="reads states on the host")
 
 
 def rounded(nbytes: int) -> int:
