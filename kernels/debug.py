@@ -120,7 +120,7 @@ def adopt(heap, addr, padded, active):
     """
     got = addr != 0
     large = got & (padded > MAX_SLOT)
-    # We look at what the last owner left. A ticket that outlived its batch has not acquired that.
+    # We look at what the last owner left.
     fence(heap + ERRORS)
     page, _granule = place_of(load_base(heap), addr)
     use = page_use(padded, active)

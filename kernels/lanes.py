@@ -90,31 +90,6 @@ def pick_first(values, flags):
 
 
 @triton.jit
-def least_of(values, flags):
-    """The least of the non-negative int64 values in the flagged lanes; needs a flagged lane."""
-    if is_block(values):
-        value = tl.min(tl.where(flags, values, (1 << 63) - 1), axis=0)
-    else:
-        value = values
-    return value
-
-
-@triton.jit
-def bitwise_or(a, b):
-    return a | b
-
-
-@triton.jit
-def or_lanes(words):
-    """The union of the lanes' words of bits."""
-    if is_block(words):
-        union = tl.reduce(words, 0, bitwise_or)
-    else:
-        union = words
-    return union
-
-
-@triton.jit
 def lane_bits(flags):
     """The flags of a block of 64 lanes as the bits of one word."""
     lane = tl.arange(0, 64)

@@ -46,7 +46,6 @@ MAGIC = tl.constexpr(0x0DE7A110C0000002)
 
 PAGE_LOG2 = tl.constexpr(16)
 PAGE_BYTES = tl.constexpr(1 << 16)
-CHUNK_PAGES = tl.constexpr(64)
 LIVE_WORDS = tl.constexpr(64)  # words of live bits per page: 4096 granules of 16 bytes
 NUM_CLASSES = tl.constexpr(38)
 MAX_SLOT = tl.constexpr(1 << 15)

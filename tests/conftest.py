@@ -56,7 +56,8 @@ LONGEST = (
     "heap/debug",
     "benchmarks/test_stress.py",
     "heap/test_traces.py",
-    "kernels/test_batches.py",
+    "heap/test_state.py",
+    "heap/test_space.py",
 )
 
 

@@ -262,8 +262,7 @@ class State:
             peak=self.pages_ever_taken() * PAGE_BYTES,
             allocations=self.live_blocks() + self.frees(),
             frees=self.frees(),
-            failures=int(self.fixed[layout.ERRORS.value + layout.E_OUT_OF_MEMORY.value])
-            + failures_before,
+            failures=int(self.fixed[failures]) + failures_before,
             per_class=tuple(
                 ClassStats(*map(int, row)) for row in zip(CLASS_SIZES, live, pages, strict=True)
             ),

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from devalloc import Heap, OutOfMemory
-from devalloc.kernels import layout
 from devalloc.sizes import CLASS_SIZES, PAGE_BYTES
 from tests.support import (
     MIB,
@@ -14,6 +13,7 @@ from tests.support import (
     assert_empty,
     assert_whole_capacity,
     free_lanes,
+    free_scalars,
     malloc_lanes,
     malloc_scalars,
 )
@@ -106,24 +106,25 @@ def test_a_run_is_found_wherever_it_is() -> None:
         assert_whole_capacity(heap)
 
 
-def test_one_program_gets_what_other_stripes_hold() -> None:
-    """What another program's batch holds is no reserve: neither slots that were never handed out,
-    nor slots that were given back to its pages."""
+def test_one_program_gets_what_others_hold() -> None:
+    """What other programs have in their magazines, or their tickets lead to, is no reserve."""
     size = 4096
     with Heap("4MiB") as heap:
         most = heap.malloc([36 * PAGE_BYTES])  # so that there is less to fill
         slots = (heap.capacity // PAGE_BYTES - 36) * (PAGE_BYTES // size)
         first = malloc_scalars(heap, [size] * 4)
-        assert int((heap._state().batch_length > 0).sum()) == 2, "both stripes have a batch"
         rest = fill(heap, size, 512, programs=1)
         everything = torch.cat([first, rest])
         assert len(everything) == slots
         assert_blocks(heap, everything, [size] * len(everything))
         heap.clear_errors()
 
-        freed = torch.cat([everything[:4], everything[torch.arange(50, 440, 10)]])
-        free_lanes(heap, freed)
-        # One program, so one stripe; the freed slots lie anywhere.
+        apart = everything[torch.arange(50, 440, 10)]
+        free_lanes(heap, apart)
+        free_scalars(heap, first)
+        assert len(heap._state().spans.magazine) == 4, "each program has put its slot aside"
+        # One program; the freed slots lie anywhere.
+        freed = torch.cat([first, apart])
         again = malloc_lanes(heap, [size] * len(freed), 64)
         assert sorted(again.tolist()) == sorted(freed.tolist())
         heap.check()
@@ -140,7 +141,7 @@ def test_cached_pages_of_other_classes_are_reclaimed() -> None:
         for wanted in ([heap.capacity], [32768] * 64):
             for size in CLASS_SIZES[::9]:
                 heap.free(heap.malloc([size]))
-            assert int(heap._state().batch_length.sum()) > 0, "pages are cached"
+            assert int(heap._state().idle.sum()) > 0, "pages are cached"
             addrs = malloc_lanes(heap, wanted, 4096)
             assert_blocks(heap, addrs, wanted)
             assert heap.stats().free == 0
@@ -173,28 +174,6 @@ def test_exhaustion_in_the_middle_of_a_block() -> None:
         assert int((addrs != 0).sum()) == 2
         heap.clear_errors()
         heap.free(addrs)
-        assert_whole_capacity(heap)
-
-
-@pytest.mark.parametrize("size", [64, PAGE_BYTES])
-def test_epochs_wrap(size: int) -> None:
-    """After 2**44 changes of a word they begin again, and no memory is held meanwhile."""
-    with Heap(16 * PAGE_BYTES) as heap:
-        epochs = heap.handle[layout.TRANSIT.value : layout.TRANSIT.value + 1]
-        epochs.fill_(-1 << 20)  # the last
-        addrs = malloc_scalars(heap, [size])
-        free_lanes(heap, addrs)
-        heap.trim()
-        assert int(epochs) >= 0
-        heap.audit()
-        epochs.fill_(-1 << 40)  # the sign is a bit like others
-        assert_whole_capacity(heap)
-        assert malloc_scalars(heap, [heap.capacity + 1]).tolist() == [0]
-        heap.clear_errors()
-        full = malloc_scalars(heap, [heap.capacity])
-        assert malloc_scalars(heap, [64]).tolist() == [0]
-        heap.clear_errors()
-        free_lanes(heap, full)
         assert_whole_capacity(heap)
 
 

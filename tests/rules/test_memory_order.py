@@ -43,7 +43,7 @@ def test_every_atomic_has_its_line() -> None:
         ("tl.atomic_add(p, 1, sem='relaxed')", "add"),
         ("tl.atomic_xchg(p, 1, sem='acquire')\n    fence(p)", "xchg.acquire, fence"),
         ("x = atomic_load(p) + atomic_load(q)", "load, load"),
-        ("slabs.fence(p)\n    atomic_cas(p, a, b)", "fence, cas"),
+        ("atomics.fence(p)\n    atomic_cas(p, a, b)", "fence, cas"),
     ],
 )
 def test_operations_are_found(text: str, expected: str) -> None:

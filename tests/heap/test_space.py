@@ -1,17 +1,17 @@
-"""The experiment of docs/compact-heap.md: right, and as compact as the document says."""
+"""Heaps are filled, emptied and filled again; what lives lies in few pages, at the front."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from benchmarks.lines import layout, table
-from benchmarks.lines.host import Lines
 from devalloc.sizes import PAGE_BYTES
+from tests.conftest import ON_GPU
+from tests.heap.bare import BareHeap
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the race measures it on a GPU")
+pytestmark = pytest.mark.skipif(ON_GPU, reason="the benchmarks measure it on a GPU")
 
-HEAP = 64 << 20
+PAGES = 1024
 
 
 def overlaps(addrs: torch.Tensor, sizes: torch.Tensor) -> int:
@@ -20,16 +20,15 @@ def overlaps(addrs: torch.Tensor, sizes: torch.Tensor) -> int:
     return int((end[:-1] > start[1:]).sum())
 
 
-def exchanged(heap: Lines, sizes: torch.Tensor, lanes: int, rounds: int) -> torch.Tensor:
+def exchanged(heap: BareHeap, sizes: torch.Tensor, lanes: int, rounds: int) -> torch.Tensor:
     """Blocks of these sizes, after a random half of them was freed and allocated again."""
     count = sizes.numel()
-    addrs = torch.zeros(count, dtype=torch.int64)
+    addrs = heap.malloc(sizes, lanes)
     chance = torch.Generator().manual_seed(3)
-    heap.malloc(sizes, addrs, lanes)
     for _ in range(rounds):
         chosen = (torch.rand(count, generator=chance) < 0.5).to(torch.int32)
-        heap.free(addrs, chosen, lanes)
-        heap.malloc(sizes, addrs, lanes)
+        heap.free_some(addrs, chosen, lanes)
+        heap.refill(sizes, addrs, lanes)
         assert int((addrs == 0).sum()) == 0
         assert overlaps(addrs, sizes) == 0
     return addrs
@@ -43,55 +42,50 @@ def exchanged(heap: Lines, sizes: torch.Tensor, lanes: int, rounds: int) -> torc
 def test_blocks_are_apart_and_all_but_open_pages_come_back(
     low: int, high: int, count: int, lanes: int
 ) -> None:
-    heap = Lines(HEAP, "cpu", stripes=2)
+    heap = BareHeap(PAGES, stripes=2)
     chance = torch.Generator().manual_seed(1)
     sizes = torch.randint(low, high + 1, (count,), generator=chance)
     addrs = exchanged(heap, sizes, lanes, rounds=3)
-    heap.free(addrs, torch.ones(count, dtype=torch.int32), lanes)
+    heap.free(addrs, lanes)
     # What is left is the open place of each line, up to two pages, and what is in magazines.
     classes = len({int(size) for size in sizes}) if low == high else 38
     assert heap.pages - len(heap.free_pages()) <= 4 * classes
 
 
 def test_a_block_may_fill_more_pages_than_are_taken_together() -> None:
-    heap = Lines(HEAP, "cpu", stripes=1)
+    heap = BareHeap(PAGES, stripes=1)
     sizes = torch.full((256,), 32752)
-    addrs = torch.zeros(256, dtype=torch.int64)
-    heap.malloc(sizes, addrs, 256)
+    addrs = heap.malloc(sizes, 256)
     assert int((addrs == 0).sum()) == 0
     assert overlaps(addrs, sizes) == 0
-    heap.free(addrs, torch.ones(256, dtype=torch.int32), 256)
+    heap.free(addrs, 256)
     assert heap.pages - len(heap.free_pages()) <= 4
 
 
 @pytest.mark.parametrize("size", [512, 1024, 40])
 def test_a_block_frees_what_is_still_live(size: int) -> None:
-    heap = Lines(HEAP, "cpu", stripes=1)
-    addrs = torch.zeros(256, dtype=torch.int64)
-    heap.malloc(torch.full((256,), size), addrs, 256)
+    heap = BareHeap(PAGES, stripes=1)
+    addrs = heap.malloc(torch.full((256,), size), 256)
     chosen = (torch.arange(256) % 3 == 0).to(torch.int32)
-    heap.free(addrs.clone(), chosen, 256)
-    heap.free(addrs, torch.ones(256, dtype=torch.int32), 256)
+    rest = addrs.clone()
+    heap.free_some(rest, chosen, 256)
+    heap.free(addrs, 256)
     # (What is left is a page whose place is open.)
     assert heap.pages - len(heap.free_pages()) <= (size == 40)
-    records = heap.handle[heap.handle[layout.RECORDS.value] :]
-    words = records[layout.PAGE_WORD.value :: layout.RECORD_WORDS.value][: heap.pages]
-    assert int((words & layout.OUT_MASK.value).sum()) == 0
+    assert int(heap.state().out.sum()) == 0
 
 
 def test_scalars_are_freed_in_the_interpreter() -> None:
-    heap = Lines(HEAP, "cpu", stripes=1)
-    addrs = torch.zeros(70, dtype=torch.int64)
-    heap.malloc_scalars(addrs, 1024, 1)
+    heap = BareHeap(PAGES, stripes=1)
+    addrs = heap.malloc_scalars(70, 1024)
     assert overlaps(addrs, torch.full((70,), 1024)) == 0
-    heap.free_scalars(addrs, 1)
-    again = torch.zeros(70, dtype=torch.int64)
-    heap.malloc_scalars(again, 1024, 1)
+    heap.free_scalars(addrs)
+    again = heap.malloc_scalars(70, 1024)
     assert torch.equal(addrs.sort().values, again.sort().values)
 
 
 def test_half_empty_pages_are_used_again() -> None:
-    heap = Lines(HEAP, "cpu", stripes=1)
+    heap = BareHeap(PAGES, stripes=1)
     sizes = torch.full((1000,), 1024)
     addrs = exchanged(heap, sizes, 32, rounds=6)
     pages = torch.unique(addrs // PAGE_BYTES).numel()
@@ -99,25 +93,18 @@ def test_half_empty_pages_are_used_again() -> None:
 
 
 def test_what_lives_stays_at_the_front() -> None:
-    heap = Lines(HEAP, "cpu")
+    heap = BareHeap(PAGES)
     sizes = torch.randint(16, 4097, (1500,), generator=torch.Generator().manual_seed(2))
     addrs = exchanged(heap, sizes, 32, rounds=2)
     assert int(addrs.max() - addrs.min()) <= 3 * int(sizes.sum())
     assert heap.largest_free() >= 3 * len(heap.free_pages()) // 4
 
 
-def test_the_tables_of_the_document_are_those_of_the_newest_rows() -> None:
-    text = table.DOCUMENT.read_text()
-    for block in table.blocks().values():
-        assert block in text
-
-
-def malloc_until_null(heap: Lines, size: int, lanes: int) -> torch.Tensor:
+def malloc_until_null(heap: BareHeap, size: int, lanes: int) -> torch.Tensor:
     """Blocks of one size, in launches of several programs, until some are null."""
     found = []
     while True:
-        addrs = torch.zeros(4 * lanes, dtype=torch.int64)
-        heap.malloc(torch.full((4 * lanes,), size), addrs, lanes)
+        addrs = heap.malloc(torch.full((4 * lanes,), size), lanes)
         found.append(addrs[addrs != 0])
         if int((addrs == 0).sum()):
             return torch.cat(found)
@@ -125,7 +112,7 @@ def malloc_until_null(heap: Lines, size: int, lanes: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [64, 1024, 4096, 32768])
 def test_a_heap_can_be_filled_to_the_last_slot_and_emptied(size: int) -> None:
-    heap = Lines(1 << 20, "cpu")
+    heap = BareHeap(16)
     for _ in range(2):
         addrs = malloc_until_null(heap, size, 32)
         assert addrs.unique().numel() == addrs.numel() == (1 << 20) // size
@@ -137,7 +124,7 @@ def test_a_heap_can_be_filled_to_the_last_slot_and_emptied(size: int) -> None:
 
 @pytest.mark.parametrize("pages", [2, 22, 33, 40, 65, 129, 200])
 def test_equal_runs_fill_the_heap(pages: int) -> None:
-    heap = Lines(64 << 20, "cpu")
+    heap = BareHeap(PAGES)
     addrs = malloc_until_null(heap, pages * PAGE_BYTES, 1)
     assert addrs.numel() >= 0.9 * (heap.pages // pages)
     assert overlaps(addrs, torch.full((addrs.numel(),), pages * PAGE_BYTES)) == 0
@@ -147,34 +134,27 @@ def test_equal_runs_fill_the_heap(pages: int) -> None:
 
 @pytest.mark.parametrize("count", [16, 32, 64])
 def test_a_few_live_blocks_leave_room_for_a_large_one(count: int) -> None:
-    heap = Lines(count * (2 << 20), "cpu")
-    live = torch.zeros(count, dtype=torch.int64)
-    heap.malloc_scalars(live, 64, 1)
-    large = torch.zeros(1, dtype=torch.int64)
-    heap.malloc(torch.full((1,), 4 << 20), large, 1)
-    assert int(large) != 0
+    heap = BareHeap(count * 32)
+    heap.malloc_scalars(count, 64)
+    assert int(heap.malloc([4 << 20], 1)) != 0
 
 
 def test_what_rests_serves_a_request_that_needs_it() -> None:
-    heap = Lines(1 << 20, "cpu")
+    heap = BareHeap(16)
     addrs = malloc_until_null(heap, 64, 32)
     heap.free(addrs, torch.ones(addrs.numel(), dtype=torch.int32), 32)
-    whole = torch.zeros(1, dtype=torch.int64)
-    heap.malloc(torch.full((1,), 1 << 20), whole, 1)
-    assert int(whole) != 0
+    assert int(heap.malloc([1 << 20], 1)) != 0
 
 
 def test_wrong_frees_are_counted_and_change_nothing() -> None:
-    heap = Lines(1 << 20, "cpu")
-    addrs = torch.zeros(8, dtype=torch.int64)
-    heap.malloc(torch.tensor([64, 64, 64, 64, 1024, 40000, 70000, 16]), addrs, 8)
-    every = torch.ones(8, dtype=torch.int32)
-    heap.free(addrs.clone(), every, 8)
+    heap = BareHeap(16)
+    addrs = heap.malloc([64, 64, 64, 64, 1024, 40000, 70000, 16], 8)
+    heap.free(addrs, 8)
     before = heap.handle.clone()
-    heap.free(addrs.clone(), every, 8)
+    heap.free(addrs, 8)
     inside = addrs.clone() + 16
     inside[3:] = 5
-    heap.free(inside, every, 8)
+    heap.free(inside, 8)
     errors = heap.errors()
     assert errors["double free"] == 8
     assert errors["invalid free"] == 8
@@ -183,9 +163,8 @@ def test_wrong_frees_are_counted_and_change_nothing() -> None:
 
 
 def test_sizes_that_are_nothing_or_wrong() -> None:
-    heap = Lines(1 << 20, "cpu")
-    addrs = torch.zeros(4, dtype=torch.int64)
-    heap.malloc(torch.tensor([0, -1, 64, 1 << 40]), addrs, 4)
+    heap = BareHeap(16)
+    addrs = heap.malloc([0, -1, 64, 1 << 40], 4)
     assert [bool(addr) for addr in addrs] == [False, False, True, False]
     assert heap.errors()["invalid argument"] == 1
     assert heap.errors()["out of memory"] == 1
