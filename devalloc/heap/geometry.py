@@ -147,7 +147,7 @@ def initialise(handle: torch.Tensor, geometry: Geometry, base: int) -> None:
 
 
 def retire(handle: torch.Tensor, geometry: Geometry) -> None:
-    """Make a state that of a heap in which nothing lives and nothing is free.
+    """Make a state that of a heap without blocks and nothing is free.
 
     Done on the current stream. In kernels that still have the handle, malloc then returns 0 and
     every free is a wrong free.

@@ -49,7 +49,7 @@ class Stats:
     ``used`` + ``free`` = ``capacity``. ``used`` counts live slots and runs with their whole
     (rounded up) size, and the rest of each slab page that is too small for a slot. ``free`` is free
     pages and free slots; ``largest_free`` is the largest request that would succeed now.
-    ``occupied`` is pages in which something lives. ``peak`` is pages that were ever taken: they are
+    ``occupied`` is pages that hold live blocks. ``peak`` is pages that were ever taken: they are
     taken at the front of the heap, so it is close to what was taken at one time. ``allocations``,
     ``frees`` and ``failures`` count calls, and like ``peak`` they begin when the heap is made or
     reset. ``print`` shows all this in a few lines.
@@ -202,7 +202,7 @@ class State:
 
     @cached_property
     def idle(self) -> np.ndarray:
-        """Slab pages in which nothing lives: a malloc that needs them gives them back."""
+        """Slab pages without live blocks: a malloc that needs them gives them back."""
         return (self.kind == SLAB) & (self.live == 0)
 
     def stale_hints(self) -> int:
@@ -240,7 +240,7 @@ class State:
         return int((np.maximum.accumulate(ends) > np.arange(len(reached))).sum())
 
     def occupied_pages(self) -> int:
-        """In how many pages something lives."""
+        """How many pages hold live blocks."""
         return int((self.live > 0).sum()) + int((self.inside > 0).sum())
 
     def stats(self, failures_before: int = 0) -> Stats:

@@ -1,4 +1,4 @@
-"""The worked example of docs/design.md, word for word."""
+"""The worked example of docs/design/heap.md, word for word."""
 
 from pathlib import Path
 
@@ -9,29 +9,37 @@ from devalloc.kernels import layout
 from devalloc.sizes import CLASS_SIZES
 from tests.support import free_scalars, malloc_scalars
 
-DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
+DESIGN = Path(__file__).parents[2] / "docs" / "design" / "heap.md"
 CLASS = CLASS_SIZES.index(1024)
 
 
-def documented() -> dict[str, tuple[int, int, int]]:
-    """Of each step in the table: credits, out, live bits."""
-    text = DESIGN.read_text().split("### One malloc and one free", 1)[1].split("\n### ", 1)[0]
+def documented() -> dict[str, tuple[int, int, int, str]]:
+    """Of each step in the table: tickets left, out, live bits, magazine."""
+    text = DESIGN.read_text().split("## One malloc, one free", 1)[1].split("\n## ", 1)[0]
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
-    steps = [row for row in rows if len(row) == 7 and row[5].startswith("`0x")]
-    return {row[1]: (int(row[3]), int(row[4]), int(row[5].strip("`"), 16)) for row in steps}
+    steps = [row for row in rows if len(row) == 8 and row[5].startswith("`0x")]
+    return {row[1]: (int(row[3]), int(row[4]), int(row[5].strip("`"), 16), row[6]) for row in steps}
 
 
-def words(heap: Heap) -> tuple[int, int, int]:
-    """Of class, page 0: credits of its stripe, out, the first word of live bits."""
-    geometry = heap._geometry
-    stripe = layout.STRIPES.value + CLASS * geometry.stripes * layout.STRIPE_STRIDE.value
-    credits, page = heap.handle[[stripe, geometry.page_words]].tolist()
-    return credits & 0xFFFFFFFF, page & 0xFFFFFF, int(heap.handle[geometry.live_bits])
+def words(heap: Heap) -> tuple[int, int, int, str]:
+    """Of class 19, page 0 and program 0: tickets left of the line, out, the first word of live
+    bits, and the magazine in words."""
+    g = heap._geometry
+    line = layout.LINES.value + CLASS * g.stripes * layout.LINE_STRIDE.value
+    tickets, live, page = heap.handle[[line, g.records, g.records + 64]].tolist()
+    magazines = heap.handle[g.magazine_words : g.words]
+    spans = magazines[magazines != 0].tolist()
+    magazine = "empty"
+    for span in spans:
+        assert (span >> layout.SPAN_COUNT.value) & 0x3FFF == 1
+        assert (span >> layout.SPAN_CLASS.value) == CLASS + 1
+        magazine = f"slot {(span >> layout.SPAN_SLOT.value) & 0x1FFF}"
+    return tickets & 0xFFFFFFFF, page & 0xFFFFFF, live, magazine
 
 
 def test_the_example() -> None:
     steps = documented()
-    assert len(steps) == 5
+    assert len(steps) == 6
     with Heap("64MiB") as heap:
         for _ in range(6):
             malloc_scalars(heap, [1000])
@@ -40,8 +48,8 @@ def test_the_example() -> None:
         assert int(addr) - heap.base == 0x1800
         assert words(heap) == steps["malloc: claim"]
         free_scalars(heap, addr)
-        assert words(heap) == steps["free: subtract"]
+        assert words(heap) == steps["free: magazine"]
         free_scalars(heap, addr)
-        assert words(heap) == steps["free: subtract"]
+        assert words(heap) == steps["free: magazine"]
         with pytest.raises(DoubleFree):
             heap.check()

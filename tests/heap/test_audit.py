@@ -199,7 +199,7 @@ PLANTED: dict[str, tuple[str, Callable[[Damage], None]]] = {
         "H4: places with the number of another one",
         lambda d: d.place(3, d.slab, 4),
     ),
-    "a place that nobody opened": (
+    "a place that no program opened": (
         "H4: places that their line has not opened",
         lambda d: d.place(3, d.slab, 3),
     ),

@@ -1,4 +1,4 @@
-"""Heaps are filled, emptied and filled again; what lives lies in few pages, at the front."""
+"""Heaps are filled, emptied and filled again; live blocks lies in few pages, at the front."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ questions are asked of it:
   began comes first, and in which a heap that serves one call at a time could have given the same
   answers? For a malloc that returned 0 that means that at some moment between its beginning and
   its end no memory of that shape was free. (Which slot of a page a malloc gets is settled later
-  than that it gets one, see "Where it is not exact" in docs/design.md. So if there is no such
+  than that it gets one, see "Why it is right" in docs/design/heap.md. So if there is no such
   order, each call may take effect at two moments: a malloc has a slot of its page, then an
   address; a free gives the address up, then the slot.)
 
