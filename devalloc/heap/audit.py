@@ -7,9 +7,9 @@ H3  everything that is free can be found: no slab without blocks is forgotten, a
 H4  page words, live bits, magazines and rings agree: the account of a slab is its live bits and its
     slots in magazines, that of a run is 1; live bits are set only where blocks begin
 
-A slot in a magazine may be live, or be in two magazines: a program that was promised some slot of
-a page claims any whose live bit is clear, and so does the one that takes the span. What counts is
-how many there are.
+A slot in a magazine may be live, or be in two magazines: a program that reserved some slot of a
+page claims any slot whose live bit is clear, and so does the program that takes the span. Only
+their number counts.
 
 Lines, places and the rows of classes are advice (see `State.stale_hints`). Of these only what would
 lead a kernel astray is checked: places that were not opened, and pages that do not exist.

@@ -1,4 +1,4 @@
-"""A scenario of the heap: programs with scripts, what lives before, and what must hold after every
+"""A scenario of the heap: programs with scripts, the blocks before, and what must hold after every
 step and in the end.
 
 After every step (a step is one atomic of a program):
@@ -162,7 +162,7 @@ class Laboratory:
         self.heap = heap = small_heap(scenario)
         self.view = View(heap)
         addresses = [int(malloc_scalars(heap, [nbytes])) for nbytes in scenario.before]
-        assert all(addresses), f"the heap of {scenario.name} is too small for what lives before"
+        assert all(addresses), f"the heap of {scenario.name} is too small for the blocks before"
         self.slots = torch.zeros(SLOTS, dtype=torch.int64)
         self.slots[: len(addresses)] = torch.tensor(addresses, dtype=torch.int64)
         self.before = blocks_of(addresses, scenario.before)

@@ -42,8 +42,8 @@ ALL = (
         file="lines.py",
         old="old = atomic_cas(ptr, tl.where(idle, word, -1), tl.where(idle, word & 0, -1))",
         new="old = tl.where(tl.atomic_xchg(ptr, word & 0, mask=idle) >= 0, word, -1)",
-        breaks="a slot that was promised after its page was emptied lies in a free page",
-        scenario="retire_or_promise",
+        breaks="a slot that was reserved after its page was emptied lies in a free page",
+        scenario="retire_or_reserve",
     ),
     Mutant(
         name="retired_without_winning",
@@ -51,7 +51,7 @@ ALL = (
         old="won = idle & (old == word)",
         new="won = idle",
         breaks="a page is given back although its word changed before it could be retired",
-        scenario="retire_or_promise",
+        scenario="retire_or_reserve",
     ),
     Mutant(
         name="retired_without_being_a_slab",
@@ -92,7 +92,7 @@ ALL = (
         now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
         stop_keeping(heap, page, there)
 """,
-        breaks="a page is not kept any more after its last slot was freed, and nobody retires it",
+        breaks="a page stops being kept after its last slot was freed: no program retires it",
         scenario="late_ticket",
     ),
     Mutant(
@@ -120,15 +120,15 @@ ALL = (
         scenario="whole_pages_or_late_ticket",
     ),
     Mutant(
-        name="promise_is_not_undone",
+        name="reservation_is_not_undone",
         file="lines.py",
         old='now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change',
         new='now = tl.atomic_add(ptr, -change * 0, mask=there, sem="relaxed")',
-        breaks="slots that nobody has are out for good",
+        breaks="slots that no program has are out for good",
         scenario="last_slot",
     ),
     Mutant(
-        name="promised_without_looking",
+        name="reserved_without_looking",
         file="lines.py",
         old="room = tl.where(is_slab_of(old, cls), slots - page_out(old), 0)",
         new="room = slots - page_out(old)",
@@ -136,7 +136,7 @@ ALL = (
         scenario="late_ticket",
     ),
     Mutant(
-        name="claimed_without_a_promise",
+        name="claimed_without_a_reservation",
         file="heap.py",
         old="good = got & (rank < granted)",
         new="good = got",
@@ -144,7 +144,7 @@ ALL = (
         scenario="late_lanes",
     ),
     Mutant(
-        name="claimed_before_the_promise",
+        name="claimed_before_the_reservation",
         file="heap.py",
         old=PROMISE_IN_MIXED,
         new="""\
@@ -186,7 +186,7 @@ ALL = (
         file="lines.py",
         old="        give_pages(heap, page, both & (page >= 0))\n",
         new="",
-        breaks="a page that was taken and not needed is nobody's",
+        breaks="a page that was taken and not needed is lost",
         scenario="half_pages_suffice",
     ),
     Mutant(
@@ -202,7 +202,7 @@ ALL = (
         file="heap.py",
         old='release_span(heap, tl.atomic_xchg(ptr, word, sem="acq_rel")) & 0',
         new='tl.atomic_xchg(ptr, word, sem="acq_rel") & 0',
-        breaks="what a free put into a magazine while a malloc looked at the last span is nobody's",
+        breaks="what a free put into a magazine while a malloc looked at the last span is lost",
         scenario="magazine_of_another_class",
     ),
     Mutant(
@@ -306,7 +306,7 @@ ALL = (
         file="search.py",
         old="if any_lane(got != bits):",
         new="if any_lane((got == 0) & (bits != 0)):",
-        breaks="a run has pages that somebody else has",
+        breaks="a run has pages that another program has",
         scenario="two_runs",
     ),
     Mutant(
@@ -314,7 +314,7 @@ ALL = (
         file="search.py",
         old="got, mask=got != 0, sem=",
         new="got & 0, mask=got != 0, sem=",
-        breaks="pages taken for a run that cannot be whole are nobody's",
+        breaks="pages taken for a run that cannot be whole are lost",
         scenario="two_runs",
     ),
     Mutant(
@@ -322,7 +322,7 @@ ALL = (
         file="search.py",
         old="got, mask=got != 0, sem=",
         new="bits, mask=bits != 0, sem=",
-        breaks="pages of a run that somebody else has are free",
+        breaks="pages of a run that another program has are free",
         scenario="two_runs",
     ),
     Mutant(
@@ -330,7 +330,7 @@ ALL = (
         file="lines.py",
         old="if atomic_cas(ptr, word, word & 0) == word:",
         new="if atomic_cas(ptr, word, word & 0) >= 0:",
-        breaks="the pages of a run are given back twice, although somebody has them by now",
+        breaks="the pages of a run are given back twice, although another program has them by now",
         scenario="run_retired_twice",
     ),
     Mutant(
@@ -354,7 +354,7 @@ ALL = (
         file="live.py",
         old="others = tl.maximum(further, 0) >> period_log2",
         new="others = (tl.maximum(further, 0) >> period_log2) + 1",
-        breaks="a lane sets and clears the live bit of a slot that is nobody's, or another's",
+        breaks="a lane sets and clears the live bit of a slot that is free, or another program's",
         scenario="lanes_of_one_word",
     ),
     Mutant(

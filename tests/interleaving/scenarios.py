@@ -72,9 +72,9 @@ ALL = (
         script=((malloc(0, HALF), free(0)), (malloc(1, HALF), free(1))),
         plan=mostly(40, preemptions=2, bound=400),
     ),
-    # A page is emptied when somebody has found it half empty, and comes for a slot.
+    # A page is emptied when another program has found it half empty, and comes for a slot.
     Scenario(
-        "retire_or_promise",
+        "retire_or_reserve",
         pages=1,
         magazines=0,
         before=(HALF, HALF),
@@ -239,7 +239,7 @@ ALL = (
         ),
         plan=mostly(20),
     ),
-    # The slots in a magazine are the last of their page, whose other slots somebody claims.
+    # The slots in a magazine are the last of their page, whose other slots another program claims.
     Scenario(
         "magazine_or_claim",
         pages=1,
@@ -515,7 +515,7 @@ ALL = (
         ),
         plan=mostly(16, bound=60),
     ),
-    # A program that was promised slots of a page claims one that is in another's magazine.
+    # A program that reserved slots of a page claims one that is in another's magazine.
     Scenario(
         "slot_of_a_magazine",
         pages=1,
@@ -643,8 +643,8 @@ ALL = (
 
 
 def drawn(seed: int) -> Scenario:
-    """Programs with scripts drawn at random: each frees what it allocated, and some of what lived
-    before."""
+    """Programs with scripts drawn at random: each frees what it allocated, and some of the
+    blocks before."""
     chance = random.Random(seed)
     sizes = chance.sample((WORD, EIGHTH, 2 * EIGHTH, THIRD, HALF), 2)
     programs = chance.choice((2, 3))
