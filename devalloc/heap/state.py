@@ -130,13 +130,6 @@ class Spans:
             cls=np.where((cls >= 0) & (cls < CLASSES), cls, -1),
         )
 
-    def expand(self, part: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Every slot of a part of the spans: whose it is, and its number in its page."""
-        count = self.count[part]
-        span = np.repeat(np.arange(len(self.count))[part], count)
-        before = np.repeat(np.cumsum(count) - count, count)
-        return span, self.slot[span] + np.arange(len(span)) - before
-
 
 class State:
     """The arrays of one heap, decoded.
@@ -246,7 +239,7 @@ class State:
     def stats(self, failures_before: int = 0) -> Stats:
         """``failures_before``: those that `clear_errors` has forgotten."""
         capacity = self.geometry.pages * PAGE_BYTES
-        failures = layout.ERRORS.value + layout.E_OUT_OF_MEMORY.value
+        failures = int(self.fixed[layout.ERRORS.value + layout.E_OUT_OF_MEMORY.value])
         slab = self.kind == SLAB
         live = np.bincount(self.cls[slab], self.live[slab], CLASSES).astype(np.int64)
         pages = np.bincount(self.cls[slab], minlength=CLASSES)
@@ -262,7 +255,7 @@ class State:
             peak=self.pages_ever_taken() * PAGE_BYTES,
             allocations=self.live_blocks() + self.frees(),
             frees=self.frees(),
-            failures=int(self.fixed[failures]) + failures_before,
+            failures=failures + failures_before,
             per_class=tuple(
                 ClassStats(*map(int, row)) for row in zip(CLASS_SIZES, live, pages, strict=True)
             ),
@@ -299,13 +292,6 @@ class State:
             counts[part] = _popcount(bits).sum(1).cpu().numpy()
             misplaced[part] = ((bits & ~masks[rows[part]]) != 0).any(1).cpu().numpy()
         return counts, misplaced
-
-    def is_live(self, page: np.ndarray, granule: np.ndarray) -> np.ndarray:
-        """Whether the live bits of granules of pages are set."""
-        to = self.handle.device
-        at = torch.from_numpy(page).to(to), torch.from_numpy(granule % LIVE_WORDS).to(to)
-        bit = torch.from_numpy(granule // LIVE_WORDS).to(to)
-        return _copy((self.records[at] >> bit) & 1) != 0
 
 
 def _copy(words: torch.Tensor) -> np.ndarray:

@@ -70,7 +70,7 @@ class State(NamedTuple):
 
 @dataclass
 class History:
-    """The calls of one schedule, in the order of their ends, and what lives afterwards."""
+    """The calls of one schedule, in the order of their ends, and the blocks that are left."""
 
     base: int
     pages: int

@@ -13,12 +13,22 @@ from devalloc.sizes import PAGE_BYTES
 from devalloc.testing import PCT, Exhaustive, Random
 from tests.interleaving.directed import Turn, directed
 from tests.interleaving.lab import SLOTS, Plan, Scenario
-from tests.interleaving.scripts import Op, free, free_lanes, malloc, malloc_lanes, malloc_two
+from tests.interleaving.scripts import (
+    Op,
+    free,
+    free_at,
+    free_lanes,
+    malloc,
+    malloc_lanes,
+    malloc_two,
+    realloc,
+)
 
 WORD = 1024
 EIGHTH = 8192
 THIRD = 21840
 HALF = 32752
+CHURN = 40  # pairs of malloc and free
 
 
 def samples(schedules: int) -> Plan:
@@ -62,9 +72,9 @@ ALL = (
         script=((malloc(0, HALF), free(0)), (malloc(1, HALF), free(1))),
         plan=mostly(40, preemptions=2, bound=400),
     ),
-    # A page is emptied when somebody has found it half empty, and comes for a slot.
+    # A page is emptied when another program has found it half empty, and comes for a slot.
     Scenario(
-        "retire_or_promise",
+        "retire_or_reserve",
         pages=1,
         magazines=0,
         before=(HALF, HALF),
@@ -229,7 +239,7 @@ ALL = (
         ),
         plan=mostly(20),
     ),
-    # The slots in a magazine are the last of their page, whose other slots somebody claims.
+    # The slots in a magazine are the last of their page, whose other slots another program claims.
     Scenario(
         "magazine_or_claim",
         pages=1,
@@ -505,6 +515,116 @@ ALL = (
         ),
         plan=mostly(16, bound=60),
     ),
+    # A program that reserved slots of a page claims one that is in another's magazine.
+    Scenario(
+        "slot_of_a_magazine",
+        pages=1,
+        magazines=2,
+        before=(EIGHTH,) * 8,
+        script=(
+            (free(0), free(1), free(2), free(3), free(4)),
+            (malloc_lanes(8, EIGHTH),),
+        ),
+        plan=(*directed(Turn(0), Turn(1)), *samples(8)),
+    ),
+    # One lane speaks for all: slots of 1 KiB lie in one word of live bits.
+    Scenario(
+        "lanes_of_one_word",
+        pages=1,
+        script=(
+            (malloc_lanes(0, WORD), free_lanes(0), malloc_lanes(0, WORD)),
+            (malloc_lanes(4, WORD), free_lanes(4)),
+        ),
+        plan=mostly(12),
+    ),
+    # Two retire one run: the program that freed it, and one that came too late to its page.
+    Scenario(
+        "run_retired_twice",
+        pages=1,
+        magazines=0,
+        script=(
+            (malloc(0, HALF),),
+            (malloc(1, HALF), free(1), malloc(2, PAGE_BYTES), free(2)),
+        ),
+        plan=(
+            *directed(Turn(0, "promise"), Turn(1, "retire_run"), Turn(0), Turn(1)),
+            *samples(8),
+        ),
+    ),
+    Scenario(
+        "double_free_of_a_run",
+        pages=2,
+        before=(2 * PAGE_BYTES,),
+        script=((free(0),), (free(0),)),
+        plan=mostly(30, preemptions=2, bound=200),
+    ),
+    Scenario(
+        "wild_frees",
+        pages=2,
+        before=(HALF, PAGE_BYTES),
+        script=(
+            (free(0), malloc(2, HALF), free(2)),
+            (free_at(0, 16), free_at(1, 4096)),
+            (free_at(0, -(1 << 40)), free_at(1, 8)),
+        ),
+        plan=mostly(12, bound=30),
+    ),
+    # Runs that reach into the next word of the row.
+    Scenario(
+        "runs_cross",
+        pages=66,
+        before=(63 * PAGE_BYTES, PAGE_BYTES),
+        script=(
+            (free(1), malloc(2, 3 * PAGE_BYTES), free(2)),
+            (malloc(3, 2 * PAGE_BYTES), free(3)),
+        ),
+        plan=mostly(8, bound=20),
+    ),
+    Scenario(
+        "realloc",
+        pages=3,
+        before=(48, HALF),
+        script=(
+            (realloc(0, 256), free(0)),
+            (realloc(1, PAGE_BYTES), realloc(1, 16)),
+            (malloc(2, HALF), free(2)),
+        ),
+        plan=samples(10),
+    ),
+    # All that is free is in a magazine; or in a page that is kept for another class.
+    Scenario(
+        "magazine_rests",
+        pages=1,
+        nulls=False,
+        script=((malloc(0, WORD), free(0), malloc(1, PAGE_BYTES)),),
+        plan=((Random(), 1),),
+    ),
+    Scenario(
+        "kept_page_rests",
+        pages=1,
+        magazines=0,
+        nulls=False,
+        script=((malloc(0, WORD), free(0), malloc(1, HALF)),),
+        plan=((Random(), 1),),
+    ),
+    # While others take and give without end, a malloc that finds nothing gives up: even if there is
+    # a change in every pass of its search.
+    Scenario(
+        "churn",
+        pages=2,
+        magazines=0,
+        before=(WORD,),
+        first=0,
+        script=(
+            (malloc(1, 2 * PAGE_BYTES),),
+            (malloc(2, PAGE_BYTES), free(2)) * CHURN,
+            (malloc(3, WORD), free(3)) * CHURN,
+        ),
+        plan=(
+            *directed(*(Turn(0, "find_run"), Turn(1, "run_script", 2)) * 3 * CHURN, loose=True),
+            (Random(), 8),
+        ),
+    ),
     # Much at a time.
     Scenario(
         "everything",
@@ -523,8 +643,8 @@ ALL = (
 
 
 def drawn(seed: int) -> Scenario:
-    """Programs with scripts drawn at random: each frees what it allocated, and some of what lived
-    before."""
+    """Programs with scripts drawn at random: each frees what it allocated, and some of the
+    blocks before."""
     chance = random.Random(seed)
     sizes = chance.sample((WORD, EIGHTH, 2 * EIGHTH, THIRD, HALF), 2)
     programs = chance.choice((2, 3))

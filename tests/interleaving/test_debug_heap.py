@@ -1,4 +1,4 @@
-"""A debug heap under chosen schedules: somebody's mistake does not reach other blocks."""
+"""A debug heap under chosen schedules: one program's mistake does not reach other blocks."""
 
 import pytest
 import torch

@@ -62,6 +62,13 @@ def test_a_place_that_is_not_reached_is_an_error(turn: Turn) -> None:
         counted(turn)
 
 
+def test_a_loose_schedule_leaves_out_turns_that_are_not_reached() -> None:
+    counter = torch.zeros(1, dtype=torch.int64)
+    lab = Interleaving(Launch(twice_kernel, (2,), counter))
+    turns = (Turn(0, "twice_kernel", 3), Turn(1))
+    assert lab.explore(Turns(turns, loose=True), 1).schedules == 1
+
+
 def test_a_failure_can_be_replayed() -> None:
     counter = torch.zeros(1, dtype=torch.int64)
 

@@ -183,7 +183,7 @@ def test_which_slot_of_its_page_a_malloc_gets_is_settled_late() -> None:
     # In a heap of two pages the other page was free.
     with pytest.raises(AssertionError, match="no order of these calls"):
         History.read(script, late, addresses, BASE, 2).assert_linearisable(0)
-    # And nobody had the slot yet if it was asked for later.
+    # And no call had the slot yet if it was asked for later.
     later = [began(1, 0), ended(1, 0, 0), began(0, 0), *late[3:]]
     with pytest.raises(AssertionError, match="no order of these calls"):
         History.read(script, later, addresses, BASE, 1).assert_linearisable(0)

@@ -52,7 +52,7 @@ def test_programs_drawn_at_random(seeds: int, scale: float) -> None:
 def test_audit_in_the_middle_refuses_or_is_right() -> None:
     """While programs are inside malloc and free, an audit says that the heap is not at rest, or
     finds it consistent; it never changes what it refuses."""
-    with Laboratory(BY_NAME["retire_or_promise"]) as laboratory:
+    with Laboratory(BY_NAME["retire_or_reserve"]) as laboratory:
         heap = laboratory.heap
         seen = {"refused": 0, "sound": 0}
 
