@@ -87,7 +87,14 @@ class RowFile:
 def read_rows(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV file, as text; of targets, peers or our own."""
     with path.open(newline="") as file:
-        return [{**OLDER, **row} for row in csv.DictReader(file)]
+        return [_renamed({**OLDER, **row}) for row in csv.DictReader(file)]
+
+
+def _renamed(row: dict[str, str]) -> dict[str, str]:
+    """The row as it is called today: ``warp`` was one scalar request per program once."""
+    if row.get("pattern") == "warp" and row.get("lanes") == "1":
+        return {**row, "pattern": "scalar", "row": "scalar" + row["row"].removeprefix("warp")}
+    return row
 
 
 def newest(folder: Path = RESULTS) -> Path:

@@ -21,10 +21,21 @@ FEW = 16_384
 
 LANE_PATTERNS = frozenset(
     {"empty", "store", "thread", "mixed", "churn", "write", "write_base", "oom", "frag"}
-    | {"fill", "heap", "streams", "tail"}
+    | {"fill", "heap", "streams", "tail", "shape", "alike"}
 )
-SCALAR_WARPS = {"warp": 1, "cta": 4, "scalar": 1, "latency": 1, "create": 1}
-OWN_HEAP = frozenset({"create", "oom", "frag", "fill", "heap", "tail"})
+SCALAR_WARPS = {
+    "cta": 4,
+    "scalar": 1,
+    "latency": 1,
+    "create": 1,
+    "live": 1,
+    "runs": 1,
+    "failing": 1,
+}
+WARP_WIDTH = (256, 8)
+"""Of ``warp``: one lane in 32 asks."""
+SPACE = frozenset({"shape", "alike", "live", "runs", "failing"})
+OWN_HEAP = frozenset({"create", "oom", "frag", "fill", "heap", "tail"}) | SPACE
 """Patterns that make a heap for each row; the others share one."""
 
 BASELINES = frozenset({"bump", "cuda"})
@@ -47,7 +58,9 @@ def usual_width(pattern: str, n: int) -> tuple[int, int]:
     """
     if pattern in SCALAR_WARPS:
         return 1, SCALAR_WARPS[pattern]
-    return NARROW if n <= FEW or pattern in ("mixed", "frag") else WIDE
+    if pattern == "warp":
+        return WARP_WIDTH
+    return NARROW if n <= FEW or pattern in ("mixed", "frag", "shape", "alike") else WIDE
 
 
 def is_usual(row: Mapping[str, str]) -> bool:
@@ -70,10 +83,10 @@ class Row:
     n : int
         Requests per launch; pairs for ``latency``.
     lanes, warps : int
-        Requests per program (1: scalar) and warps per program.
+        Lanes per program (1: a scalar request) and warps per program.
     param : int, optional
-        Percent of the heap that is live (``fill``, ``tail``), bytes of the heap (``heap``), or
-        launches at once (``streams``).
+        Percent of the heap that is live (``fill``, ``tail``), bytes of the heap (``heap`` and the
+        group ``space``), or launches at once (``streams``).
     allocator : str
         ``devalloc``; ``debug``, the same with a debug heap; ``bump``, the upper bound; ``cuda``,
         the built-in malloc of CUDA; ``none`` for patterns that allocate nothing.
@@ -206,6 +219,7 @@ def target_rows(width: tuple[int, int] | None = None) -> list[Row]:
         ("thread", (64,), (1, 32, 1024, 16_384)),
         ("mixed", (64, 256, 1024, 4096, 8192), (100_000,)),
         ("warp", (16, 64, 256, 1024, 4096, 8192), (100_000,)),
+        ("scalar", (16, 64, 256, 1024, 4096, 8192), (100_000,)),
         ("cta", (1 << 10, 1 << 14, 1 << 16, 1 << 20), (4096,)),
         ("churn", (64, 1024), (65_536, 1024)),
         ("latency", (64, 1024), (1000,)),
@@ -214,7 +228,7 @@ def target_rows(width: tuple[int, int] | None = None) -> list[Row]:
         ("oom", (64, 1024, 4096), (10_000,)),
         ("frag", (4096,), (100_000,)),
     ]
-    # (The first is the floor of the `warp` rows: so many programs of one warp, nothing in them.)
+    # (The first is the floor of the `scalar` rows: so many programs of one warp, nothing in them.)
     rows = [make("empty", 0, 100_000, (1, 1)), *expand(plan, width)]
     rows += baselines(rows)
     rows += expand([("latency", (64,), (1000,))], allocator="cuda")
@@ -275,7 +289,7 @@ def debug_rows(width: tuple[int, int] | None = None) -> list[Row]:
     plan: Plan = [
         ("thread", (64, 1024), (100_000, 1_000_000)),
         ("mixed", (1024,), (100_000,)),
-        ("warp", (64,), (100_000,)),
+        ("scalar", (64,), (100_000,)),
         ("cta", (1 << 16,), (4096,)),
         ("latency", (64,), (1000,)),
         ("churn", (64,), (65_536,)),
@@ -289,6 +303,31 @@ def tail_rows(width: tuple[int, int] | None = None) -> list[Row]:
     return [make("tail", size, 100_000, width, level) for size in (64, 1024) for level in levels]
 
 
+def space_rows(width: tuple[int, int] | None = None) -> list[Row]:
+    """What a heap takes after exchanges, what it can still give, and how long failing takes."""
+    shapes = (
+        ("shape", 4096, 100_000, 8 * GIB),  # A
+        ("shape", 4096, 1_000_000, 8 * GIB),  # B
+        ("shape", 65_536, 20_000, 8 * GIB),  # C
+        ("shape", 4096, 100_000, GIB),  # D
+        ("shape", 256, 100_000, 8 * GIB),  # E
+        ("alike", 64, 100_000, 8 * GIB),  # F
+    )
+    heaps = (16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 8 * GIB)
+    pages = (2, 5, 22, 33, 40, 65, 129, 200)
+    return [
+        *(make(pattern, size, n, width, heap) for pattern, size, n, heap in shapes),
+        *(make("live", 64, n, param=heap) for n in (1, 16, 64) for heap in heaps),
+        *(make("runs", n * 64 * KIB, 64, param=heap) for heap in (64 * MIB, GIB) for n in pages),
+        *(
+            make("failing", size, n, param=heap)
+            for size in (64, 64 * KIB)
+            for heap in (4 * MIB, GIB)
+            for n in (1, 64)
+        ),
+    ]
+
+
 GROUPS: dict[str, Callable[[tuple[int, int] | None], list[Row]]] = {
     "target": target_rows,
     "n": n_rows,
@@ -298,6 +337,7 @@ GROUPS: dict[str, Callable[[tuple[int, int] | None], list[Row]]] = {
     "warps": warps_rows,
     "streams": streams_rows,
     "tail": tail_rows,
+    "space": space_rows,
     "debug": debug_rows,
 }
 
@@ -326,6 +366,7 @@ QUICK = frozenset(
         ("thread", 64, 1024),
         ("mixed", 4096, 100_000),
         ("warp", 64, 100_000),
+        ("scalar", 64, 100_000),
         ("cta", 1 << 16, 4096),
         ("churn", 64, 65_536),
         ("latency", 64, 1000),
@@ -347,8 +388,20 @@ def shrink(row: Row) -> Row:
         return replace(row, size=min(row.size, MIB))
     if row.pattern == "oom":
         return replace(row, n=min(row.n, 1024), lanes=1024)
+    if row.pattern in SPACE:
+        heap = 2 * MIB
+        if row.pattern == "live" or row.size > 4 * KIB:
+            heap = 8 * MIB
+        if row.pattern == "failing":
+            # (A search that finds nothing takes the interpreter long, least so for whole pages.)
+            return replace(row, n=min(row.n, 2), size=64 * KIB, param=128 * KIB)
+        if row.pattern in ("shape", "alike"):
+            return replace(row, n=min(row.n, 40), lanes=min(row.lanes, 16), param=heap)
+        return replace(row, n=min(row.n, 4), size=min(row.size, 5 * 64 * KIB), param=heap)
+    if row.pattern == "warp":
+        return replace(row, n=min(row.n, 5), lanes=64)
     if row.lanes == 1:
-        most = {"empty": 5, "warp": 5, "cta": 3, "scalar": 3, "latency": 4}[row.pattern]
+        most = {"empty": 5, "cta": 3, "scalar": 3, "latency": 4}[row.pattern]
         return replace(row, n=min(row.n, most), size=min(row.size, 1 << 17))
     param = row.param if row.pattern != "heap" or row.param is None else min(row.param, 2 * MIB)
     size = row.size if row.pattern != "thread" else min(row.size, 1 << 17)
@@ -358,7 +411,9 @@ def shrink(row: Row) -> Row:
 
 # Which pattern launches the kernels that another needs.
 SAME_KERNELS = {"fill": "thread", "tail": "thread", "heap": "thread", "streams": "thread",
-                "oom": "thread", "write": "thread", "frag": "mixed"}  # fmt: skip
+                "oom": "thread", "write": "thread", "frag": "mixed", "shape": "mixed",
+                "alike": "mixed", "live": "scalar", "runs": "scalar",
+                "failing": "scalar"}  # fmt: skip
 
 
 def compile_only(rows: list[Row]) -> list[Row]:

@@ -1,7 +1,8 @@
 """How each pattern is measured: one function per pattern, from a row to its samples.
 
 Every runner verifies first (round 0, which is also the warm-up and is not timed), counts nulls in
-every round, and frees what it allocated. Those of the sweeps are in ``sweeps``.
+every round, and frees what it allocated. Those of the sweeps are in ``sweeps``, and those of the
+group ``space`` in ``space``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from benchmarks.device.bench import (
 )
 from benchmarks.device.cuda_malloc import ALIGNMENT
 from benchmarks.device.rows import Row
+from benchmarks.device.space import run_failing, run_live, run_runs, run_shape
 from benchmarks.device.sweeps import run_fill, run_heap, run_streams, thread_trial
 from benchmarks.harness import Samples, WrongResult, require, verify
 
@@ -132,6 +134,20 @@ def run_scalar(bench: Bench, row: Row) -> list[Samples]:
         heap.capacity,
         lambda: work.malloc_scalar_kernel[grid](handle, addrs, row.size, **options),
         lambda: work.free_scalar_kernel[grid](handle, addrs, **options),
+    )
+    return alloc_then_free(bench, trial, addrs, row.size)
+
+
+def run_warp(bench: Bench, row: Row) -> list[Samples]:
+    """One lane in 32 asks: n requests by as many warps, as the peers measure them."""
+    addrs, heap = bench.addresses(row.n), bench.heap
+    grid = (cdiv(row.n * 32, row.lanes),)
+    options = {"LANES": row.lanes, **row.launch_options}
+    trial = Trial(
+        heap.base,
+        heap.capacity,
+        lambda: work.malloc_warps_kernel[grid](heap.handle, addrs, row.n, row.size, **options),
+        lambda: work.free_warps_kernel[grid](heap.handle, addrs, row.n, **options),
     )
     return alloc_then_free(bench, trial, addrs, row.size)
 
@@ -275,7 +291,7 @@ RUNNERS: dict[str, Callable[[Bench, Row], list[Samples]]] = {
     "create": run_create,
     "thread": run_thread,
     "mixed": run_mixed,
-    "warp": run_scalar,
+    "warp": run_warp,
     "cta": run_scalar,
     "scalar": run_scalar,
     "churn": run_churn,
@@ -288,6 +304,11 @@ RUNNERS: dict[str, Callable[[Bench, Row], list[Samples]]] = {
     "heap": run_heap,
     "streams": run_streams,
     "tail": run_fill,
+    "shape": run_shape,
+    "alike": run_shape,
+    "live": run_live,
+    "runs": run_runs,
+    "failing": run_failing,
 }
 
 

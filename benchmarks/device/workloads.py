@@ -52,7 +52,7 @@ def malloc_lanes_kernel(heap, out, n, size, LANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def malloc_mixed_kernel(heap, sizes, out, n, LANES: tl.constexpr):
-    """``mixed``, ``frag``: n requests, one per lane, each of its own size."""
+    """``mixed``, ``frag``, ``shape``: n requests, one per lane, each of its own size."""
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     active = lane < n
     addr = da.malloc(heap, tl.load(sizes + lane, mask=active, other=0), active)
@@ -96,12 +96,32 @@ def churn_kernel(heap, wrong, nulls, n, size, rounds, LANES: tl.constexpr):
     tl.store(nulls + program, tl.sum(missing, axis=0))
 
 
+# One request per warp --------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["n", "size"])
+def malloc_warps_kernel(heap, out, n, size, LANES: tl.constexpr):
+    """``warp``: n requests of one size, by one lane in 32."""
+    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    asks = ((lane & 31) == 0) & ((lane >> 5) < n)
+    addr = da.malloc(heap, tl.zeros((LANES,), tl.int64) + size, asks)
+    tl.store(out + (lane >> 5), addr, mask=asks)
+
+
+@triton.jit(do_not_specialize=["n"])
+def free_warps_kernel(heap, addrs, n, LANES: tl.constexpr):
+    """Free n addresses, one lane in 32 each."""
+    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    asks = ((lane & 31) == 0) & ((lane >> 5) < n)
+    da.free(heap, tl.load(addrs + (lane >> 5), mask=asks, other=0), asks)
+
+
 # One request per program -------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["size"])
 def malloc_scalar_kernel(heap, out, size):
-    """``warp`` with one warp, ``cta`` with four: one request per program."""
+    """``scalar``, usually with one warp, and ``cta`` with four: one request per program."""
     tl.store(out + tl.program_id(0), da.malloc(heap, size))
 
 

@@ -21,7 +21,7 @@ HEAP = {
     ("thread-64-1000000", "alloc"): "malloc: 1M x 64 B, one for each lane",
     ("thread-64-1000000", "free"): "free: the same",
     ("cta-65536-4096", "alloc"): "malloc: 4,096 x 64 KiB, one for each program",
-    ("warp-1024-100000", "free"): "free: 100k x 1 KiB, one for each program",
+    ("thread-1024-1000000", "free"): "free: 1M x 1 KiB, one for each lane",
 }
 """Rows of heaps, in words."""
 

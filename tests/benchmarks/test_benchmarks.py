@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import devalloc
 from benchmarks import child, harness
-from benchmarks.device import bench_device, cuda_malloc, rows, runners, sweeps
+from benchmarks.device import bench_device, cuda_malloc, rows, runners, space, sweeps
 from benchmarks.device.bench import Bench, Trial, alloc_then_free, nothing, rest_of
 from benchmarks.device.rows import Row
 from benchmarks.device.worker import Job, failed_record
@@ -52,6 +52,51 @@ def test_a_workload_runs_and_leaves_the_heap_whole(bench: Bench, pattern: str) -
         assert math.isfinite(float(str(record["median"])))
     rest = bench.at_rest()
     assert (rest.check, rest.values) == ("ok", [1.0])
+
+
+OPS = {
+    "shape": ["alloc", "free", "span", "touched", "largest", "largest_after"],
+    "live": ["chunks"],
+    "runs": ["filled"],
+    "failing": ["alloc"],
+}
+
+
+@pytest.mark.parametrize("pattern", OPS)
+def test_the_rows_of_space_measure_what_they_say(bench: Bench, pattern: str) -> None:
+    found = {samples.op: samples for samples in runners.run(bench, TINY[pattern])}
+    assert list(found) == OPS[pattern]
+    if pattern == "shape":
+        assert found["span"].values[0] >= 1
+        assert 0 < found["largest"].values[0] <= 1
+        assert found["largest_after"].values[0] >= found["largest"].values[0]
+    if pattern == "live":
+        assert found["chunks"].values == [1.0]
+    if pattern == "runs":
+        assert 0.9 <= found["filled"].values[0] <= 1
+
+
+def test_a_request_that_succeeds_in_a_full_heap_is_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(space, "scalar_launch", lambda *_: nothing)
+    (samples,) = runners.run(bench, TINY["failing"])
+    assert "got a block of a full heap" in samples.check
+
+
+def test_the_largest_block_is_found_by_trying() -> None:
+    with devalloc.Heap("1MiB") as heap:
+        assert space.largest_block(heap) == 1 << 20
+        addr = heap.malloc([6 << 16])
+        assert space.largest_block(heap) == 10 << 16
+        heap.free(addr)
+        heap.check()
+
+
+def test_old_rows_of_scalars_have_their_name_of_today(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text("row,pattern,lanes\nwarp-64-10,warp,1\nwarp-64-10,warp,256\n")
+    assert [row["row"] for row in read_rows(file)] == ["scalar-64-10", "warp-64-10"]
 
 
 def test_at_rest_notices_what_was_not_freed(bench: Bench) -> None:
@@ -294,6 +339,7 @@ def test_the_sweeps_span_what_they_should() -> None:
     assert {row.warps for row in rows.warps_rows()} == {1, 2, 4, 8, 16}
     assert {row.param for row in rows.streams_rows()} == {1, 2, 4, 8}
     assert {row.param for row in rows.tail_rows()} == {0, 50, 95}
+    assert {row.pattern for row in rows.space_rows()} == rows.SPACE
     for row in [*rows.fill_rows(), *rows.tail_rows()]:
         assert rows.FILL_SLOTS * (100 - (row.param or 0)) // 100 >= row.n
 
