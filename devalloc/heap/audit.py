@@ -153,10 +153,7 @@ def _audit_places(state: State) -> None:
     # Only the lower bits of the number of a place are known. (A place is overwritten when the ring
     # has gone round, long before half of the numbers are used up.)
     behind = (opened[:, None] - 1 - number) % _NUMBERS
-    young = np.where(
-        opened[:, None] <= _NUMBERS, number >= opened[:, None], behind >= _NUMBERS // 2
-    )
-    fail(some & young, "H4: places that their line has not opened")
+    fail(some & (behind >= _NUMBERS // 2), "H4: places that their line has not opened")
     for shift in (0, layout.SECOND_SHIFT.value):
         page = (words >> shift) & layout.PAGE_MASK.value
         wrong = (page >= g.pages) & (page != layout.PAGE_MASK.value)

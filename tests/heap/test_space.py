@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from devalloc.kernels import layout
 from devalloc.sizes import PAGE_BYTES
 from tests.conftest import ON_GPU
 from tests.heap.bare import BareHeap
@@ -117,7 +118,7 @@ def test_a_heap_can_be_filled_to_the_last_slot_and_emptied(size: int) -> None:
         addrs = malloc_until_null(heap, size, 32)
         assert addrs.unique().numel() == addrs.numel() == (1 << 20) // size
         assert heap.errors()["out of memory"] > 0
-        heap.free(addrs, torch.ones(addrs.numel(), dtype=torch.int32), 32)
+        heap.free(addrs, 32)
     heap.rest()
     assert len(heap.free_pages()) == heap.pages
 
@@ -128,7 +129,7 @@ def test_equal_runs_fill_the_heap(pages: int) -> None:
     addrs = malloc_until_null(heap, pages * PAGE_BYTES, 1)
     assert addrs.numel() >= 0.9 * (heap.pages // pages)
     assert overlaps(addrs, torch.full((addrs.numel(),), pages * PAGE_BYTES)) == 0
-    heap.free(addrs, torch.ones(addrs.numel(), dtype=torch.int32), 1)
+    heap.free(addrs, 1)
     assert len(heap.free_pages()) == heap.pages
 
 
@@ -142,7 +143,7 @@ def test_a_few_live_blocks_leave_room_for_a_large_one(count: int) -> None:
 def test_what_rests_serves_a_request_that_needs_it() -> None:
     heap = BareHeap(16)
     addrs = malloc_until_null(heap, 64, 32)
-    heap.free(addrs, torch.ones(addrs.numel(), dtype=torch.int32), 32)
+    heap.free(addrs, 32)
     assert int(heap.malloc([1 << 20], 1)) != 0
 
 
@@ -168,3 +169,29 @@ def test_sizes_that_are_nothing_or_wrong() -> None:
     assert [bool(addr) for addr in addrs] == [False, False, True, False]
     assert heap.errors()["invalid argument"] == 1
     assert heap.errors()["out of memory"] == 1
+
+
+@pytest.mark.parametrize("opened", [(1 << 18) - 1, (1 << 31) - 1])
+def test_the_numbers_of_places_begin_again(opened: int) -> None:
+    """Of a place only 18 bits of its number are known, and of a line's places 31."""
+    heap = BareHeap(16)
+    lines = heap.handle[layout.LINES.value : heap.geometry.records : layout.LINE_STRIDE.value]
+    lines.fill_(opened << 32)
+    addrs = heap.malloc([1024, 64] * 200, 32)
+    assert addrs.unique().numel() == 400
+    heap.audit()
+    heap.free(addrs, 32)
+    heap.audit()
+    assert len(heap.free_pages()) == heap.pages
+
+
+def test_a_ring_may_be_lapped() -> None:
+    """By a program that asks for more pages than it has places, and by one after the other."""
+    heap = BareHeap(40, ring=2)
+    for lanes in (32, 512):
+        addrs = heap.malloc([8192] * 128 + [4096] * 128, lanes)
+        assert addrs.unique().numel() == addrs.numel()
+        heap.audit()
+        heap.free(addrs, lanes)
+    heap.audit()
+    assert heap.errors()["out of memory"] == 0
