@@ -1,6 +1,6 @@
 """Draw the life of a page: docs/plots/page.svg.
 
-    python docs/make_pictures.py
+python docs/make_pictures.py
 """
 
 from __future__ import annotations

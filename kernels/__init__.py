@@ -12,7 +12,8 @@ Layers, from the bottom: ``bits`` (words of bits), ``layout`` (where everything 
 is behind an address); for debug heaps ``table`` (what is known of every block), ``guards`` (guard
 bytes and poison), ``debug`` (malloc and free with both); ``pointers`` (is there a block behind an
 address), ``api`` (what a kernel calls), ``upkeep``, ``debug_upkeep`` and ``rows`` (what the host
-launches). Where to begin: kernels/README.md. The protocol and why it is correct: docs/design/heap.md.
+launches). Where to begin: kernels/README.md. The protocol, and why it is correct:
+docs/design/heap.md.
 """
 
 import inspect
