@@ -26,7 +26,6 @@ TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in DOCUMEN
 OLD_HEAP = {
     "docs/compact-heap.md",
     "docs/design.md",
-    "docs/interleaving.md",
     "docs/memory-order.md",
     "docs/performance.md",
     "kernels/README.md",
