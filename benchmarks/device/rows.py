@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 WIDTHS = ((32, 1), (128, 1), (256, 2), (512, 4))
 """Lanes per program and warps at which some ``target`` rows are measured beside the usual one."""
@@ -187,7 +188,7 @@ FAST_FOR_CUDA = {16: 1_048_576, 32: 1_048_576, 64: 1_048_576, 128: 1_048_576, 25
 some never end."""
 
 
-def expand(plan: Plan, width: tuple[int, int] | None = None, **options: str) -> list[Row]:
+def expand(plan: Plan, width: tuple[int, int] | None = None, **options: Any) -> list[Row]:
     return [
         make(p, size, n, width, **options)
         for p, sizes, counts in plan

@@ -143,6 +143,8 @@ ROW_KERNELS: list[tuple[str, dict[str, str], int, int]] = [
     ("free_lanes_kernel", ADDRS | {"n": "i32"}, 128, 1),
     ("churn_kernel", CHURN, 32, 1),
     ("churn_kernel", CHURN, 128, 1),
+    ("malloc_warps_kernel", SIZED | {"out": "*i64"}, 256, 8),
+    ("free_warps_kernel", ADDRS | {"n": "i32"}, 256, 8),
     ("malloc_scalar_kernel", SCALAR, 1, 1),
     ("malloc_scalar_kernel", SCALAR, 1, 4),
     ("free_scalar_kernel", ADDRS, 1, 1),
