@@ -152,9 +152,9 @@ def test_cached_pages_of_other_classes_are_reclaimed() -> None:
 def test_fill_with_one_class_then_another() -> None:
     with Heap("1MiB") as heap:
         for size in (64, 5120):
-            addrs = fill(heap, size, 4096, programs=1)
+            addrs = fill(heap, size, 512, programs=1)
             assert len(addrs) == 16 * (PAGE_BYTES // size)
-            free_lanes(heap, addrs, 4096)
+            free_lanes(heap, addrs, 512)
             heap.clear_errors()
         assert_whole_capacity(heap)
 
