@@ -1,4 +1,4 @@
-"""malloc and free."""
+"""malloc and free: magazines, whole pages, lines and searches, in this order; see ``lines``."""
 
 import triton
 import triton.language as tl
