@@ -295,7 +295,8 @@ def malloc_run(heap, length):
             ptr = page_word_ptr(load_records(heap), page)
             tl.atomic_xchg(ptr + LENGTH, length, sem="relaxed")
             tl.atomic_max(ptr + REACHED, length, sem="relaxed")
-            tl.atomic_add(ptr, (length & 0) + (RUN + 1), sem="relaxed")
-            tl.atomic_or(ptr - PAGE_WORD, (length & 0) + 1, sem="relaxed")
+            old = tl.atomic_add(ptr, (length & 0) + (RUN + 1), sem="relaxed")
+            # (The live bit after the page word, so it is made of what was there.)
+            tl.atomic_or(ptr - PAGE_WORD, lsr(old, 63) + 1, sem="relaxed")
             addr = address_of(load_base(heap), page, page * 0)
     return addr

@@ -39,7 +39,7 @@ def scalar_launch(row: Row, heap: devalloc.Heap, out: torch.Tensor) -> Launch:
     return lambda: work.malloc_scalar_kernel[(out.numel(),)](handle, out, row.size, **options)
 
 
-# What lives after exchanges ----------------------------------------------------------------------
+# After exchanges ---------------------------------------------------------------------------------
 
 
 def largest_block(heap: devalloc.Heap) -> int:

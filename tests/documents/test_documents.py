@@ -68,9 +68,7 @@ IDIOMS = (
 
 FOLDERS = ("devalloc", "benchmarks", "examples", "tests")
 EXEMPT = (
-    "benchmarks/lines/",  # the experiment, and the old heap's tests: rewritten together
     "tests/interleaving/",
-    "tests/test_lines",
     "tests/documents/test_documents.py",  # it has the list
 )
 

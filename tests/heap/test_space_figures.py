@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Exchanged:
-    """A heap after the exchanges, and what lives in it."""
+    """A heap after the exchanges, and its live blocks."""
 
     heap: devalloc.Heap
     addrs: torch.Tensor
