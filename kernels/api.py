@@ -156,8 +156,8 @@ def malloc(heap, nbytes, mask=None, tag=0):
     -----
     May be called by any program of any kernel on any stream of the heap's device. One request, or a
     block of equal ones, mostly takes two atomics in a row. Programs fail and may retry
-    independently of one another. 0 means that no memory of that shape was free at some time during the call, or
-    that what was free came and went while others allocated and freed.
+    independently of one another. 0 means that no memory of that shape was free at some time during
+    the call, or that what was free came and went, or was with other calls that had not returned.
     """
     sizes, active = as_request(heap, nbytes, mask)
     active = of_heap(heap, active)

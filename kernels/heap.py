@@ -156,8 +156,10 @@ def claim_span(heap, span, size, index, good, acquired: tl.constexpr):
     if is_block(good):
         turn, bits = speak_for(granule, size >> 4, index, span_count(span) - 1 - index)
         speaks = good & (turn == 0)
-    sem: tl.constexpr = "relaxed" if acquired else "acquire"
-    old = tl.atomic_or(ptr, bits, mask=speaks, sem=sem)
+    if acquired:
+        old = tl.atomic_or(ptr, bits, mask=speaks, sem="relaxed")
+    else:
+        old = tl.atomic_or(ptr, bits, mask=speaks, sem="acquire")
     wrong = tl.where(speaks, old & bits, 0)
     if any_lane(wrong != 0):
         # A program with a promise of other slots was there first: each lane still finds a slot.
