@@ -80,7 +80,8 @@ from .search import malloc_run, search_slots
 from .target import anew
 
 GROUP = tl.constexpr(32)  # lanes of a block of several classes that are served together
-ROUNDS = tl.constexpr(8)  # tickets that a request draws before it fails
+ROUNDS = tl.constexpr(8)  # tickets that a request draws before it searches
+LATE = tl.constexpr(-2)  # in place of a page: the place was not open in time
 
 
 @triton.jit
@@ -116,10 +117,10 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
         head, rank, users = groups(cls + ((half & 31) << 6), active, 11)
         heads = active & (head == lane)
         state = await_places(place_ptr(heap, cls, place), place, heads, polls)
-        page = tl.where(is_place(state, place), place_page(state, second), -1)
+        page = tl.where(is_place(state, place), place_page(state, second), LATE)
         asks = heads & (page >= 0)
         granted = promise(heap, page, cls, users, slots, asks)
-        packed = leaders(join(tl.where(heads, page, -1), granted), head)
+        packed = leaders(join(tl.where(heads, page, LATE), granted), head)
         page, granted = halves(packed)
         got = active & (page >= 0)
         good = got & (rank < granted)
@@ -135,6 +136,8 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
             granule = claim_others(records, tl.where(good, page, 0), granule, size, lost)
             # (Where a place leads to no page, later tickets had better lead to another place.)
             over = tl.where(got, heads & (granted < users), bad)
+            # (Where there was no page, a search is next.)
+            bad = bad & (page != -1)
             pass_over(heap, cls, page, place, users - granted, over)
         where = address_of(load_base(heap), tl.where(good, page, 0), granule)
         addr = tl.where(good, where, addr)
@@ -173,7 +176,8 @@ def claim_span(heap, span, size, index, good, acquired: tl.constexpr):
 @triton.jit(noinline=True)
 def draw_spans(heap, cls, need, polls: tl.constexpr):
     """Draw ``need`` tickets (int32 scalar, fewer than a page has slots) of class ``cls``. Returns
-    up to three spans of slots, as many as the tickets were good for."""
+    up to three spans of slots, as many as the tickets were good for; of page PAGE_MASK if a ticket
+    led to no page."""
     part = tl.arange(0, 4)
     slots = class_slots(cls)
     front = atomic_load(hint_ptr(heap) + part * 0, part == 0)
@@ -199,7 +203,7 @@ def draw_spans(heap, cls, need, polls: tl.constexpr):
         around = window(class_bytes(cls) * need)
         open_places(heap, kind, slots + part * 0, place, opens, at, around)
     state = await_places(place_ptr(heap, kind, place), place, counts > 0, polls)
-    page = tl.where(is_place(state, place), place_page(state, second), -1)
+    page = tl.where(is_place(state, place), place_page(state, second), LATE)
     asks = (counts > 0) & (page >= 0)
     granted = promise(heap, page, kind, counts, slots, asks)
     last = asks & (start + counts == slots)
@@ -208,8 +212,15 @@ def draw_spans(heap, cls, need, polls: tl.constexpr):
     over = granted < counts
     if any_lane(over):
         pass_over(heap, kind, page, place, counts - granted, over)
-    spans = span_of(tl.maximum(page, 0), start, granted, kind)
+    page = tl.where(page == -1, PAGE_MASK, tl.maximum(page, 0)).to(tl.int32)
+    spans = span_of(page, start, granted, kind)
     return pick(spans, 0), pick(spans, 1), pick(spans, 2)
+
+
+@triton.jit
+def has_no_page(span):
+    """Whether the span is that of a ticket that led to no page."""
+    return (span & PAGE_MASK) == PAGE_MASK
 
 
 @triton.jit
@@ -221,6 +232,8 @@ def malloc_alike(heap, cls, same, rank, need, polls: tl.constexpr):
     while (need > 0) & (rounds < ROUNDS):
         heap = anew(given_heap)
         span, second, third = draw_spans(heap, cls, need, polls)
+        # (Then a search is next.)
+        no_page = has_no_page(span) | has_no_page(second) | has_no_page(third)
         index = rank
         span += (rank * 0).to(tl.int64)
         beyond = index >= span_count(span)
@@ -236,7 +249,7 @@ def malloc_alike(heap, cls, same, rank, need, polls: tl.constexpr):
         need = count_lanes(same)
         if need > 0:
             rank = rank_of(same)
-        rounds += 1
+        rounds = tl.where(no_page, ROUNDS, rounds + 1)
     return addr
 
 

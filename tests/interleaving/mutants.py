@@ -336,8 +336,8 @@ ALL = (
     Mutant(
         name="run_without_a_live_bit",
         file="search.py",
-        old="tl.atomic_or(ptr - PAGE_WORD, (length & 0) + 1, sem=",
-        new="tl.atomic_or(ptr - PAGE_WORD, length & 0, sem=",
+        old="tl.atomic_or(ptr - PAGE_WORD, lsr(old, 63) + 1, sem=",
+        new="tl.atomic_or(ptr - PAGE_WORD, lsr(old, 63), sem=",
         breaks="no run can be freed",
         scenario="double_free_of_a_run",
     ),
