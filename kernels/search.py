@@ -71,7 +71,8 @@ def rest_magazines(heap, first):
     here = first + lane <= load_immutable(heap, MAGAZINE_MASK).to(tl.int32)
     full = here & (atomic_load(ptr, here) != 0)
     if any_lane(full):
-        span = tl.atomic_xchg(ptr, (lane * 0).to(tl.int64), mask=full, sem="relaxed")
+        # (An exchange for nothing. Triton 3.6 cannot compile one of these addresses for AMD.)
+        span = tl.atomic_and(ptr, (lane * 0).to(tl.int64), mask=full, sem="relaxed")
         full = full & (span != 0)
         # What was done in these slots happens before what their pages' next owners do.
         fence(heap + ERRORS)

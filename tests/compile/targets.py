@@ -183,7 +183,7 @@ def run_tool(path: str, cubin: bytes, *options: str) -> str:
 # AMD
 
 AMD_FUNCTION = re.compile(
-    r"^(?P<name>[\w.$]+):\s*; @(?P=name)$(?P<body>.*?)^\.Lfunc_end\d+:", re.M | re.S
+    r'^"?(?P<name>[\w.$(),]+)"?:\s*; @"?(?P=name)"?$(?P<body>.*?)^\.Lfunc_end\d+:', re.M | re.S
 )
 AMD_ATOMIC = re.compile(r"^\s+(?:buffer|flat|global)_atomic_([a-z]+)", re.M)
 AMD_STEP = re.compile(
