@@ -44,7 +44,7 @@ def spread(index, places):
 def window(nbytes):
     """Among how many pages to look for free ones, if each program asks for ``nbytes`` (int32)."""
     pages = (nbytes.to(tl.int64) * tl.minimum(program_count(), RESIDENT)) >> 16
-    return tl.minimum(pages * 2, 1 << 22).to(tl.int32) + 16
+    return tl.minimum(pages * 2, 1 << 22).to(tl.int32) + 2
 
 
 @triton.jit
