@@ -506,12 +506,12 @@ ALL = (
     # Runs of adjacent pages, of which each is whole or is not.
     Scenario(
         "two_runs",
-        pages=3,
+        pages=4,
         magazines=0,
         script=(
-            (malloc(0, 2 * PAGE_BYTES), free(0)),
+            (malloc(0, HALF), free(0)),
             (malloc(1, 2 * PAGE_BYTES), free(1)),
-            (malloc(2, HALF), free(2)),
+            (malloc(2, 2 * PAGE_BYTES), free(2)),
         ),
         plan=mostly(16, bound=60),
     ),
