@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from devalloc import DevallocError, Heap, InvalidArgument, OutOfMemory
+from devalloc.kernels import layout
 from devalloc.sizes import PAGE_BYTES
 from devalloc.sources import CudaSource, HostSource, Segment, Source
 from tests.conftest import ON_GPU
@@ -186,7 +187,7 @@ def test_what_refers_to_a_heap_keeps_its_memory() -> None:
     del view
     gc.collect()
     assert len(source.live) == 1
-    assert int(handle[3]) & 0xFFFFFFFF == 4  # its pages
+    assert int(handle[layout.PAGES.value]) == 4
     del handle
     gc.collect()
     assert source.live == {}
