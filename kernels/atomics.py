@@ -52,6 +52,14 @@ def atomic_load(ptr, mask=None):
 
 
 @triton.jit
+def load_one(ptr):
+    """The lower 32 bits (int32) of the word at a scalar pointer, relaxed. Programs of one warp do
+    not wait for each other here, as atomics do."""
+    lane = tl.arange(0, 32)
+    return tl.sum(atomic_load(ptr + lane * 0, lane == 0).to(tl.int32), axis=0)
+
+
+@triton.jit
 def atomic_cas(ptr, expected, desired):
     """Compare-and-swap of int64 word(s), relaxed; returns the old value.
 

@@ -6,6 +6,7 @@ import triton.language as tl
 from .atomics import atomic_load, fence
 from .bits import divide, halves, join, lsr, mix
 from .groups import alike
+from .growth import ask_for_pages, load_answers, may_grow
 from .lanes import (
     any_lane,
     count_lanes,
@@ -254,9 +255,9 @@ def malloc_alike(heap, cls, same, rank, need, polls: tl.constexpr):
 
 
 @triton.jit(noinline=True)
-def malloc_last(heap, nbytes, count):
+def search_block(heap, nbytes, count):
     """A block of ``nbytes`` (int64 scalar) from a search; ``count`` lanes want one like it. Returns
-    its address; if there is none, 0, and all these lanes have failed."""
+    its address, or 0 if there is none."""
     addr = nbytes * 0
     if nbytes > MAX_SLOT:
         addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
@@ -270,6 +271,18 @@ def malloc_last(heap, nbytes, count):
             granule = slot * (size >> 4)
             granule = claim_others(load_records(heap), found, granule, size, found >= 0)
             addr = address_of(load_base(heap), found, granule)
+    return addr
+
+
+@triton.jit(noinline=True)
+def malloc_last(heap, nbytes, count):
+    """:func:`search_block`, and if it finds nothing, again after the heap has grown, if it can. If
+    there is no block, 0, and all these lanes have failed."""
+    answers = load_answers(heap)
+    addr = search_block(heap, nbytes, count)
+    while (addr == 0) & may_grow(heap, answers, nbytes):
+        answers = ask_for_pages(heap, nbytes, answers)
+        addr = search_block(heap, nbytes, count)
     if addr == 0:
         kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
         record_error(heap, kind + 0, addr, nbytes, count)

@@ -8,6 +8,8 @@ running kernels and are touched by atomics only.
     0..31           geometry, immutable (16..18: see ``table``)              host
     ERRORS          one counter per kind of error                            record, table
     ERROR_RECORDS   count of records; the first MAX_RECORDS, 4 words each    record
+    EXTENT, ANSWERS of a heap that grows: its pages so far, in copies; how   host
+                    often the host has grown it, or could not
     HINTS           per copy: the first chunk that may have free pages, and  malloc, free
                     how many blocks were freed
     LINES           per class and stripe: the line word                      malloc
@@ -39,6 +41,7 @@ share a cache line: free is bound by atomics on lines that many programs want.
 import triton
 import triton.language as tl
 
+from .atomics import load_one
 from .bits import divide, floor_log2
 from .target import has_ptx
 
@@ -60,16 +63,20 @@ PLACES = tl.constexpr(5)
 CHUNKS = tl.constexpr(6)
 MAGAZINES = tl.constexpr(7)
 MAGAZINE_MASK = tl.constexpr(8)
-PAGES = tl.constexpr(9)
+PAGES = tl.constexpr(9)  # 0 in a heap that grows: see EXTENT
 IDLE = tl.constexpr(10)  # where the idle words begin, shifted; below that, their number less one
 IDLE_SHIFT = tl.constexpr(16)
 IDLE_MASK = tl.constexpr((1 << 16) - 1)
+BELL = tl.constexpr(11)  # address of the word that asks the host for more pages, or 0
 
 # Mutable words at fixed places.
 ERRORS = tl.constexpr(32)
 RECORD_COUNT = tl.constexpr(40)
 ERROR_RECORDS = tl.constexpr(48)
 MAX_RECORDS = tl.constexpr(16)
+EXTENT = tl.constexpr(128)
+EXTENT_COPIES = tl.constexpr(64)
+ANSWERS = tl.constexpr(192)
 HINTS = tl.constexpr(256)
 HINT_COPIES = tl.constexpr(32)
 HINT_STRIDE = tl.constexpr(8)
@@ -168,15 +175,21 @@ def load_records(heap):
 
 
 @triton.jit
-def load_chunks(heap):
-    """How many chunks the heap has (int32)."""
-    return load_immutable(heap, CHUNKS).to(tl.int32)
+def load_pages(heap):
+    """How many pages the heap has (int32). In a heap that grows, this many have a record; it never
+    becomes less."""
+    pages = load_immutable(heap, PAGES).to(tl.int32)
+    if pages == 0:
+        copy = program_index() & (EXTENT_COPIES - 1)
+        pages = load_one(heap + EXTENT + copy)
+    return pages
 
 
 @triton.jit
-def load_pages(heap):
-    """How many pages the heap has (int32)."""
-    return load_immutable(heap, PAGES).to(tl.int32)
+def load_chunks(heap):
+    """How many chunks the heap has (int32), or may have, if it grows: rows are that long, and
+    zeros where there are no pages yet."""
+    return load_immutable(heap, CHUNKS).to(tl.int32)
 
 
 @triton.jit

@@ -19,7 +19,15 @@ from .bits import (
     select_bit,
 )
 from .lanes import any_lane, lane_bits, lane_index, pick, rank_of
-from .layout import bit_of, free_row, hint_ptr, load_chunks, program_count, program_index
+from .layout import (
+    bit_of,
+    free_row,
+    hint_ptr,
+    load_chunks,
+    load_pages,
+    program_count,
+    program_index,
+)
 from .target import anew
 
 RESIDENT = tl.constexpr(4096)  # programs that may look for pages at one time
@@ -127,7 +135,7 @@ def take_any(heap, need):
     its lanes, from the first on, have one each."""
     lane = tl.arange(0, 64)
     words = free_row(heap)
-    chunks = load_chunks(heap)
+    chunks = (load_pages(heap) + 63) >> 6
     # One program after the other, from the front: if all is free there, no two of them meet.
     guess = (program_index() & ((1 << 24) - 1)) * need
     chunk = guess >> 6

@@ -31,7 +31,6 @@ from .layout import (
     hint_ptr,
     is_slab_of,
     load_base,
-    load_chunks,
     load_immutable,
     load_pages,
     load_records,
@@ -133,7 +132,7 @@ def search_slots(heap, cls):
     -1 if there is none."""
     lane = tl.arange(0, 64)
     slots = class_slots(cls)
-    chunks = load_chunks(heap)
+    chunks = (load_pages(heap) + 63) >> 6
     found = cls * 0 - 1
     before = (cls * 0).to(tl.int64)
     passes = cls * 0
@@ -239,7 +238,7 @@ def find_run(heap, n):
     """Take the first ``n`` adjacent free pages (int32 scalar). Returns the first page, -1 if there
     are no such pages, after as many passes as a search makes."""
     lane = tl.arange(0, 64)
-    chunks = load_chunks(heap)
+    chunks = (load_pages(heap) + 63) >> 6
     found = n * 0 - 1
     before = (n * 0).to(tl.int64)
     passes = n * 0

@@ -61,6 +61,15 @@ def nanoseconds():
 
 
 @triton.constexpr_function
+def let_host_run():
+    """Only for the interpreter, in loops that wait for another thread of the host: this one would
+    hardly let go of Python's lock."""
+    from time import sleep  # (see `nanoseconds`)
+
+    sleep(0.001)
+
+
+@triton.constexpr_function
 def tell_host(event, *values):
     """Only for the interpreter: call what the host has to say to an event; it raises an error."""
     HOST[event](*values)

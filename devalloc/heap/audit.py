@@ -1,7 +1,7 @@
 """What must hold of a heap at rest, checked for every page, magazine and place.
 
 H1  live blocks are disjoint and inside the heap: runs do not overlap
-H2  every page is free, a slab or in one run; nothing beyond the last page is free
+H2  every page is free, a slab, in one run or given back; nothing beyond the last page is free
 H3  everything that is free can be found: no slab without blocks is forgotten, and searches begin
     inside the heap
 H4  page words, live bits, magazines and rings agree: the account of a slab is its live bits and its
@@ -56,22 +56,27 @@ def _audit_words(state: State) -> None:
     g = state.geometry
     known = np.array(g.header(0), dtype=np.int64)
     differs = state.fixed[: len(known)] != known
-    differs[layout.BASE.value] = False
+    differs[[layout.BASE.value, layout.BELL.value]] = False
     _fail(differs, "H4: the geometry is not that of the heap", "word", state.fixed)
     start, step = layout.HINTS.value, layout.HINT_STRIDE.value
     hints = state.fixed[start : start + layout.HINT_COPIES.value * step : step]
     wrong = (hints < 0) | (hints >= g.chunks)
     _fail(wrong, "H3: hints of where free pages begin that lie beyond the heap", "copy", hints)
-    last = state.rows[:, -1]
-    beyond = (last & ~np.int64(g.last_chunk())) != 0
+    if g.grows:
+        first = layout.EXTENT.value
+        extents = state.fixed[first : first + layout.EXTENT_COPIES.value]
+        _fail(extents != state.pages, "H4: how far the heap has grown is wrong", "copy", extents)
+    beyond = np.array(
+        [int(state.row_bits(row)[state.pages :].sum()) for row in range(len(state.rows))]
+    )
     if beyond[0]:
-        raise CorruptionError(f"H2: pages beyond the heap's end are free (word {int(last[0]):#x})")
-    _fail(beyond[1:], "H2: classes with pages beyond the heap's end", "class", last[1:])
+        raise CorruptionError(f"H2: pages beyond the heap's end are free: {beyond[0]}")
+    _fail(beyond[1:] != 0, "H2: classes with pages beyond the heap's end", "class", beyond[1:])
 
 
 def _audit_pages(state: State) -> None:
     """H1, H2: free pages, slabs and runs tile the heap; their words are possible ones."""
-    pages = state.geometry.pages
+    pages = state.pages
     slab, run = state.kind == SLAB, state.kind == RUN
     other = (state.words != 0) & ~slab & ~run
     other |= slab & ((state.words & ~_SLAB_BITS) != 0)
@@ -80,7 +85,7 @@ def _audit_pages(state: State) -> None:
     _fail_pages(state, slab & (state.cls >= CLASSES), "H4: slabs of no class")
     beyond = run & ((state.run_pages < 1) | (state.run_pages > pages - np.arange(pages)))
     _fail_pages(state, beyond, "H1: runs that reach beyond the heap, or have no pages")
-    owners = state.inside + slab + state.page_free
+    owners = state.inside + slab + state.page_free + state.absent
     _fail_pages(state, owners > 1, "H1: pages with more than one owner")
     _fail_pages(state, owners < 1, "H2: pages without an owner that are not free")
     _fail_pages(state, run & (state.out != 1), "H4: runs whose account is not 1")
@@ -102,7 +107,7 @@ def _audit_spans(state: State) -> None:
             )
 
     fail(spans.cls < 0, "H4: magazines of no class")
-    inside = spans.page < state.geometry.pages
+    inside = spans.page < state.pages
     page = np.where(inside, spans.page, 0)
     theirs = inside & (state.kind[page] == SLAB) & (state.cls[page] == spans.cls)
     fail(~theirs, "H4: magazines whose page is no slab of their class")
@@ -156,5 +161,5 @@ def _audit_places(state: State) -> None:
     fail(some & (behind >= _NUMBERS // 2), "H4: places that their line has not opened")
     for shift in (0, layout.SECOND_SHIFT.value):
         page = (words >> shift) & layout.PAGE_MASK.value
-        wrong = (page >= g.pages) & (page != layout.PAGE_MASK.value)
+        wrong = (page >= state.pages) & (page != layout.PAGE_MASK.value)
         fail(wrong, "H4: places that lead beyond the heap")

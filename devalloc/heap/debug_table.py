@@ -145,24 +145,33 @@ class DebugTable:
     source : Source
         Where its memory comes from: a quarter of the heap and a little more.
     pages : int
-        Pages of the heap.
+        Pages that the heap may have.
     base : int
         Address of page 0; the page before it must be writable.
     everything : bool
         Whether all of a freed block is poisoned and checked, whatever its size.
+    grows : bool
+        Whether the heap grows. Then there is only address space at first, and no page: whoever
+        maps memory for more, `words_of` them, sets `pages`.
     """
 
-    def __init__(self, source: Source, pages: int, base: int, everything: bool) -> None:
-        self.pages = pages
+    def __init__(
+        self, source: Source, pages: int, base: int, everything: bool, grows: bool = False
+    ) -> None:
+        self.pages = 0 if grows else pages
         self.base = base
         self._everything = everything
         self._entries = (table.MARKS.value + pages + 1) // 2 * 2
-        self.segment = Segment(source, (self._entries + pages * _CELLS * _ENTRY) * 8)
+        self.segment = Segment(source, self.words_of(pages) * 8, mapped=not grows)
         self._words = self.segment.view().view(torch.int64)
+
+    def words_of(self, pages: int) -> int:
+        """Length of the table up to the entries of the first ``pages`` pages."""
+        return self._entries + pages * _CELLS * _ENTRY
 
     def attach(self, control: torch.Tensor) -> None:
         """Empty the table and write its address into a control block, on the current stream."""
-        self._words.zero_()
+        self._words[: self.words_of(self.pages)].zero_()
         first = table.TABLE_WORD.value
         words = [self.segment.address, self._entries, int(self._everything)]
         control[first : first + 3].copy_(torch.tensor(words, dtype=torch.int64, device="cpu"))
@@ -293,7 +302,7 @@ class DebugTable:
         """All live blocks, by address; there may be very many."""
         found = []
         step = 1 << 24  # 256 MiB of entries at a time
-        flags = self._words[self._entries :: _ENTRY]
+        flags = self._words[self._entries : self.words_of(self.pages) : _ENTRY]
         for first in range(0, self.pages * _CELLS, step):
             live = (flags[first : first + step] >> table.LIVE_SHIFT.value) & 15
             found.append(torch.nonzero(live).flatten() + first)
@@ -301,7 +310,8 @@ class DebugTable:
 
     def _decode(self, cells: torch.Tensor, live_only: bool) -> _Blocks:
         """The entries in some cells, without those of an earlier epoch than their page's."""
-        entries = self._words[self._entries :].view(-1, _ENTRY)[cells].cpu().numpy()
+        known = self._words[self._entries : self.words_of(self.pages)]
+        entries = known.view(-1, _ENTRY)[cells].cpu().numpy()
         marks = self._words[table.MARKS.value + cells // _CELLS].cpu().numpy()
         index = cells.cpu().numpy()
         word, birth = entries[:, 0], entries[:, 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
@@ -21,6 +23,13 @@ if INTERPRETED:
 def on_device(device: torch.device) -> torch.cuda.device:
     """A context in which kernels are launched on ``device``; it does nothing for the CPU."""
     return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory that the device has in all."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:

@@ -3,6 +3,9 @@
 The state has about 79 words (630 bytes) per page from 512 MiB on, 68 of them the page's record. The
 fixed words and those of 38 classes weigh most in small heaps, so these get short rings and few idle
 words: see `Geometry.of`, and tests/heap/test_state.py for what each capacity takes.
+
+The records lie last. In a heap that grows, ``pages`` is how many it may have, and memory is mapped
+up to the record of the last page that there is: `Geometry.words_of`.
 """
 
 from __future__ import annotations
@@ -25,6 +28,12 @@ STRIPE_PAGES = 1024
 
 PLACE_PAGES = 4
 """Pages for each place of a class: so many may be opened at one time before a ring is lapped."""
+
+CHUNK_PAGES = 64
+
+GROWING_MAGAZINES = 4096
+"""As many at most in a heap that grows: a search that fails looks at all of them, however few pages
+there are."""
 
 _ALIGNMENT = 16  # words: no two arrays share a cache line
 
@@ -49,6 +58,7 @@ class Geometry:
     ring: int
     magazines: int
     idle: int
+    grows: bool = False
 
     @staticmethod
     def of(
@@ -56,6 +66,7 @@ class Geometry:
         stripes: int | None = None,
         ring: int | None = None,
         magazines: int | None = None,
+        grows: bool = False,
     ) -> Geometry:
         """What suits a heap of ``pages`` pages; each of the others may be given."""
         if not 1 <= pages <= MAX_PAGES:
@@ -63,7 +74,7 @@ class Geometry:
         stripes = stripes or min(MAX_STRIPES, power_below(pages // STRIPE_PAGES))
         least = min(16, max(2, power_below(pages)))
         ring = ring or min(MAX_RING, max(least, power_below(pages // PLACE_PAGES // stripes)))
-        magazines = magazines or power_below(pages)
+        magazines = magazines or min(power_below(pages), GROWING_MAGAZINES if grows else MAX_PAGES)
         given = (stripes, ring, magazines)
         if given != tuple(power_below(count) for count in given):
             raise ValueError(f"stripes, places and magazines are powers of two, not {given}")
@@ -73,11 +84,12 @@ class Geometry:
             ring=ring,
             magazines=magazines,
             idle=min(MAX_IDLE, max(16, power_below(2 * pages))),
+            grows=grows,
         )
 
     @property
     def chunks(self) -> int:
-        return -(-self.pages // 64)
+        return -(-self.pages // CHUNK_PAGES)
 
     @property
     def lines(self) -> int:
@@ -85,12 +97,14 @@ class Geometry:
         return CLASSES * self.stripes
 
     @property
-    def records(self) -> int:
-        return _aligned(layout.LINES.value + self.lines * layout.LINE_STRIDE.value)
+    def line_words(self) -> slice:
+        """Where their words lie in the state."""
+        first, step = layout.LINES.value, layout.LINE_STRIDE.value
+        return slice(first, first + self.lines * step, step)
 
     @property
     def rows(self) -> int:
-        return _aligned(self.records + self.pages * layout.RECORD_WORDS.value)
+        return _aligned(self.line_words.stop)
 
     @property
     def idle_words(self) -> int:
@@ -105,12 +119,21 @@ class Geometry:
         return _aligned(self.places + self.lines * self.ring)
 
     @property
+    def records(self) -> int:
+        return _aligned(self.magazine_words + self.magazines)
+
+    def words_of(self, pages: int) -> int:
+        """Length of the state up to the records of the first ``pages`` pages."""
+        return self.records + pages * layout.RECORD_WORDS.value
+
+    @property
     def words(self) -> int:
         """Length of the state."""
-        return self.magazine_words + self.magazines
+        return self.words_of(self.pages)
 
-    def header(self, base: int) -> list[int]:
-        """The words that never change, from 0 on; ``base`` is the address of page 0."""
+    def header(self, base: int, bell: int = 0) -> list[int]:
+        """The words that never change, from 0 on; ``base`` is the address of page 0, ``bell`` that
+        of the word by which kernels ask for more pages."""
         fields = {
             layout.MAGIC_WORD: layout.MAGIC.value,
             layout.BASE: base,
@@ -121,8 +144,9 @@ class Geometry:
             layout.CHUNKS: self.chunks,
             layout.MAGAZINES: self.magazine_words,
             layout.MAGAZINE_MASK: self.magazines - 1,
-            layout.PAGES: self.pages,
+            layout.PAGES: 0 if self.grows else self.pages,
             layout.IDLE: (self.idle_words << layout.IDLE_SHIFT.value) + self.idle - 1,
+            layout.BELL: bell,
         }
         words = [0] * (max(field.value for field in fields) + 1)
         for field, number in fields.items():
@@ -131,32 +155,57 @@ class Geometry:
 
     def last_chunk(self) -> int:
         """The word of the last chunk if all of its pages are free, as an int64."""
-        rest = self.pages % 64
+        rest = self.pages % CHUNK_PAGES
         return (1 << rest) - 1 if rest else -1
 
 
-def initialise(handle: torch.Tensor, geometry: Geometry, base: int) -> None:
+@dataclass(frozen=True)
+class Present:
+    """What a heap that grows has so far: ``pages`` with records; the first and the number of the
+    chunks that have memory, ascending; the bell's address, or 0; the last of ANSWERS."""
+
+    pages: int
+    chunks: list[tuple[int, int]]
+    bell: int = 0
+    answers: int = 0
+
+
+def initialise(
+    handle: torch.Tensor, geometry: Geometry, base: int, present: Present | None = None
+) -> None:
     """Write the state of an empty heap, on the current stream, without synchronising."""
-    handle.zero_()
-    header = torch.tensor(geometry.header(base), dtype=torch.int64, device="cpu")
+    if present is None:
+        present = Present(geometry.pages, [(0, geometry.chunks)])
+    handle[: geometry.words_of(present.pages)].zero_()
+    header = torch.tensor(geometry.header(base, present.bell), dtype=torch.int64, device="cpu")
     handle[: len(header)].copy_(header)
     _start_lines(handle, geometry)
-    free = handle[geometry.rows : geometry.rows + geometry.chunks]
-    free.fill_(-1)
-    free[-1:].fill_(geometry.last_chunk())
+    for first, count in present.chunks:
+        handle[geometry.rows + first : geometry.rows + first + count].fill_(-1)
+    if geometry.grows:
+        _write_extent(handle, present.pages)
+        handle[layout.ANSWERS.value].fill_(present.answers)
+    else:
+        handle[geometry.rows + geometry.chunks - 1].fill_(geometry.last_chunk())
 
 
-def retire(handle: torch.Tensor, geometry: Geometry) -> None:
-    """Make a state that of a heap without blocks and nothing is free.
+def retire(handle: torch.Tensor, geometry: Geometry, pages: int) -> None:
+    """Make a state, which has the records of ``pages`` pages, that of a heap without blocks and
+    nothing is free.
 
     Done on the current stream. In kernels that still have the handle, malloc then returns 0 and
     every free is a wrong free.
     """
-    handle[layout.ERRORS.value :].zero_()
+    handle[layout.ERRORS.value : geometry.words_of(pages)].zero_()
     _start_lines(handle, geometry)
+    _write_extent(handle, pages if geometry.grows else 0)
 
 
 def _start_lines(handle: torch.Tensor, geometry: Geometry) -> None:
     # Places begin with number 1, so that a ring of zeros has none that is open.
-    lines = handle[layout.LINES.value : geometry.records : layout.LINE_STRIDE.value]
-    lines.fill_(layout.OPENED.value)
+    handle[geometry.line_words].fill_(layout.OPENED.value)
+
+
+def _write_extent(handle: torch.Tensor, pages: int) -> None:
+    first = layout.EXTENT.value
+    handle[first : first + layout.EXTENT_COPIES.value].fill_(pages)

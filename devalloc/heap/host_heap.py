@@ -7,8 +7,10 @@ import operator
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
+from typing import cast
 
 import torch
 
@@ -31,14 +33,17 @@ from devalloc.heap import jagged as host_rows
 from devalloc.heap.audit import audit
 from devalloc.heap.compiled import mark_static, refuse
 from devalloc.heap.debug_table import DebugTable, Fault, Tags, largest_request
-from devalloc.heap.devices import INTERPRETED, on_device, resolve_device
-from devalloc.heap.geometry import MAX_PAGES, Geometry
+from devalloc.heap.devices import INTERPRETED, memory_of, on_device, resolve_device
+from devalloc.heap.geometry import CHUNK_PAGES, MAX_PAGES, Geometry, Present
+from devalloc.heap.growth import CHUNK_BYTES, Growth, require_growing_source
 from devalloc.heap.leaks import LeakReport
 from devalloc.heap.state import Snapshot, State, Stats, describe
-from devalloc.kernels import debug_upkeep, layout, rows, upkeep
+from devalloc.heap.watcher import Bell, watch
+from devalloc.kernels import debug_upkeep, growth, layout, rows, upkeep
 from devalloc.sizes import PAGE_BYTES, format_size, parse_size
 from devalloc.sources import CudaSource, HostSource, Segment, Source
 from devalloc.sources.names import NAMES, named_source
+from devalloc.sources.source import bytes_taken
 
 __all__ = ["Heap", "Snapshot", "Stats"]
 
@@ -78,12 +83,20 @@ class Heap(Owner):
         docs/guide/debugging.md. The first 64 bytes of a freed block are watched, with "full"
         all of them. A debug heap takes a quarter of the capacity more. Each block takes 32
         bytes more (a power of two up to 32 KiB takes twice its size), and at least 64 bytes.
+    limit : int or str, optional
+        Bytes, or text, up to which the heap may grow; it and the capacity are rounded up to whole
+        chunks of 4 MiB. Only addresses are taken for what is not there yet, and 0.02 % of state.
+        Needs a source that maps memory later: ``"virtual"``, the default with a limit.
+    grow : str, optional
+        ``"auto"``: a thread of the host grows the heap when a malloc finds nothing, which waits for
+        it up to a tenth of a second. It doubles the heap, or adds what is asked for if that is
+        more. The default limit is then the memory of the device. See docs/guide/growing.md.
 
     Raises
     ------
     InvalidArgument
-        If the capacity is under one page or over 512 GiB, the device cannot run the kernels, or
-        ``source`` is not a source that has memory there.
+        If the capacity is under one page or over 512 GiB, the limit is under the capacity, the
+        device cannot run the kernels, or ``source`` is not a source that has memory there.
     OutOfMemory
         If the source has not enough memory.
 
@@ -105,41 +118,55 @@ class Heap(Owner):
         device: torch.device | str | int | None = None,
         source: str | Source | None = None,
         debug: bool | str = False,
+        limit: int | str | None = None,
+        grow: str | None = None,
     ) -> None:
         if debug not in (True, False, "full"):
             raise InvalidArgument(f'debug is True, False or "full", not {debug!r}')
-        pages = parse_size(capacity) // PAGE_BYTES
-        if pages < 1:
+        if grow not in (None, "auto"):
+            raise InvalidArgument(f'grow is "auto" or None, not {grow!r}')
+        grows = grow is not None or limit is not None
+        capacity = parse_size(capacity)
+        if capacity < PAGE_BYTES:
             raise InvalidArgument(
                 f"a heap of {capacity!r} cannot hold one page of {format_size(PAGE_BYTES)}"
             )
+        self.device = resolve_device(device)
+        source = self._source_of(source, grows)
+        chunks = -(-capacity // CHUNK_BYTES)
+        if limit is not None:
+            most = parse_size(limit)
+            if most < capacity:
+                raise InvalidArgument(
+                    f"a limit of {format_size(most)} is below the capacity, {format_size(capacity)}"
+                )
+        else:
+            most = max(capacity, memory_of(self.device)) if grows else capacity
+        pages = most // PAGE_BYTES
+        if grows:
+            pages = -(-most // CHUNK_BYTES) * CHUNK_PAGES
         if pages > MAX_PAGES:
             raise InvalidArgument(
-                f"a heap holds at most {format_size(MAX_PAGES * PAGE_BYTES)}, not {capacity!r}"
+                f"a heap holds at most {format_size(MAX_PAGES * PAGE_BYTES)}, not "
+                f"{format_size(most)}"
             )
-        self.device = resolve_device(device)
-        if source is None:
-            source = HostSource() if self.device.type == "cpu" else CudaSource(self.device)
-        elif isinstance(source, str):
-            source = named_source(source, self.device)
-        elif isinstance(source, type) or not callable(getattr(source, "allocate", None)):
-            raise InvalidArgument(
-                f"a source is one of {NAMES}, or an object such as "
-                f"devalloc.sources.HostSource(), not {source!r}"
-            )
-        self._geometry = Geometry.of(pages)
+        self._geometry = Geometry.of(pages, grows=grows)
         self._failures_before = 0
         # (In a debug heap even the first block has a guard in front of it, and wrong pointers lead
-        # there: see kernels/pointers.py.)
-        front = PAGE_BYTES if debug else 0
-        data = Segment(source, front + pages * PAGE_BYTES, alignment=PAGE_BYTES)
-        self.capacity = pages * PAGE_BYTES
+        # there: see kernels/pointers.py. In one that grows, chunks begin where pieces may.)
+        front = 0
+        if debug:
+            front = max(PAGE_BYTES, source.granularity) if grows else PAGE_BYTES
+        nbytes = front + pages * PAGE_BYTES
+        data = Segment(source, nbytes, alignment=PAGE_BYTES, mapped=not grows)
         self.base = data.address + front
         self._tags = Tags()
-        self._debug = DebugTable(source, pages, self.base, debug == "full") if debug else None
+        self._debug = None
+        if debug:
+            self._debug = DebugTable(source, pages, self.base, debug == "full", grows)
         # A kernel needs only the handle to reach all of this.
         keeps = (data,) if self._debug is None else (data, self._debug.segment)
-        self._control = Segment(source, self._geometry.words * 8, keeps=keeps)
+        self._control = Segment(source, self._geometry.words * 8, keeps=keeps, mapped=not grows)
         # An arena's memory may be asleep for a while.
         self._refusal_at = getattr(source, "refusal_at", None)
         self._data: Segment | None = data
@@ -147,12 +174,89 @@ class Heap(Owner):
         # What kernels get. Its type marks a debug heap.
         self._argument = self._handle if self._debug is None else self._handle.view(torch.uint64)
         mark_static(self._argument)
+        self._growth: Growth | None = None
+        self._bell: Bell | None = None
+        if grows:
+            self._growth = Growth(data, self._control, front, self._geometry, self._debug)
+            self._growth.map_first(chunks)
+            if grow == "auto":
+                self._bell = Bell(self._growth, self.device)
+                self._control.keeps = (*keeps, self._bell.word)
         self._initialise()
+        if self._bell is not None:
+            watch(self._bell)
+
+    def _source_of(self, source: object, grows: bool) -> Source:
+        if source is None and grows:
+            source = "virtual"
+        if source is None:
+            return HostSource() if self.device.type == "cpu" else CudaSource(self.device)
+        if isinstance(source, str):
+            source = named_source(source, self.device)
+        elif isinstance(source, type) or not callable(getattr(source, "allocate", None)):
+            raise InvalidArgument(
+                f"a source is one of {NAMES}, or an object such as "
+                f"devalloc.sources.HostSource(), not {source!r}"
+            )
+        if grows:
+            require_growing_source(source)
+        return cast("Source", source)
 
     def _initialise(self) -> None:
-        heap_geometry.initialise(self._handle, self._geometry, self.base)
+        present = None
+        if self._growth is not None:
+            bell, answers = 0, 0
+            if self._bell is not None:
+                bell, answers = self._bell.address, self._bell.first_answer()
+            present = Present(self._growth.pages, self._growth.present(), bell, answers)
+        heap_geometry.initialise(self._handle, self._geometry, self.base, present)
         if self._debug is not None:
             self._debug.attach(self._handle)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that kernels can allocate from now."""
+        if self._growth is None:
+            return self._geometry.pages * PAGE_BYTES
+        return self._growth.capacity
+
+    @property
+    def limit(self) -> int:
+        """Bytes up to which the heap may grow; the capacity of one that cannot."""
+        return self._geometry.pages * PAGE_BYTES
+
+    def grow(self, nbytes: int | str) -> int:
+        """Make the heap larger while kernels allocate from it; nothing moves.
+
+        Kernels that are running may use the new memory at once, also those of a replayed graph.
+
+        Parameters
+        ----------
+        nbytes : int or str
+            Bytes to add, at least; whole chunks of 4 MiB are. First those that `trim` gave back.
+
+        Returns
+        -------
+        int
+            By how many bytes the capacity has grown.
+
+        Raises
+        ------
+        InvalidArgument
+            If the heap has no limit or would exceed it, in the capture of a graph, and in a
+            process that was forked. Nothing has changed then.
+        OutOfMemory
+            If the device has not so much memory; nothing has changed then.
+
+        Notes
+        -----
+        Waits for a stream of its own, with small copies, and not for the device. May be called
+        from any thread.
+        """
+        self._require_open()
+        if self._growth is None:
+            raise InvalidArgument("the heap cannot grow: it was made without a limit")
+        return self._growth.grow(parse_size(nbytes))
 
     # Life -------------------------------------------------------------------------------------
 
@@ -220,7 +324,9 @@ class Heap(Owner):
             self._require_open()
             self._synchronise()
             leaks = self.leaks() if warn and self._debug is not None else None
-            heap_geometry.retire(self._handle, self._geometry)
+            if self._bell is not None:
+                self._bell.end()
+            heap_geometry.retire(self._handle, self._geometry, self._state_pages)
             self._synchronise()
             self._control.keeps = () if self._debug is None else (self._debug.segment,)
             self._data = None
@@ -302,11 +408,18 @@ class Heap(Owner):
         unrecorded = next(kind for kind, count in enumerate(counts) if count), 0, 0, 0
         fault = (self.faults() or [self._fault(*unrecorded)])[0]
         details = fault.message
-        if fault.kind is OutOfMemory and fault.size <= self.capacity:
+        if fault.kind is OutOfMemory and fault.size <= self.limit:
             state = describe(self.stats())
-            details += f" when its kernel ran; now {state}; make the heap larger or free sooner"
+            details += f" when its kernel ran; now {state}; {self._remedy()}"
         self.clear_errors()
         raise fault.kind(f"{details}. Recorded by kernels since the last check: {message}")
+
+    def _remedy(self) -> str:
+        if self.capacity == self.limit:
+            return "make the heap larger or free sooner"
+        if self._bell is None:
+            return f"grow the heap, whose limit is {format_size(self.limit)}, or free sooner"
+        return "the device had no more memory for the heap to grow, or the host was too slow"
 
     def faults(self) -> list[Fault]:
         """The errors that kernels have recorded since the last `check`.
@@ -374,7 +487,7 @@ class Heap(Owner):
         offset = address - self.base
         place = (
             f"offset {offset:#x} of the heap"
-            if 0 <= offset < self.capacity
+            if 0 <= offset < self.limit
             else "not an address of this heap"
         )
         if error is DoubleFree:
@@ -390,8 +503,8 @@ class Heap(Owner):
         if error is OutOfMemory:
             guards = "" if self._debug is None else " (with the guards of a debug heap)"
             text = f"malloc of {format_size(size)}{guards} failed {where}"
-            if size > self.capacity:
-                text += f": the whole heap has {format_size(self.capacity)}"
+            if size > self.limit:
+                text += f": the whole heap has {format_size(self.limit)}"
             return text
         if error is InvalidPointer:
             what = f"gather or scatter of {size} bytes at {address:#x} ({place}) {where}"
@@ -422,18 +535,26 @@ class Heap(Owner):
     def stats(self) -> Stats:
         """How full the heap is, and how much it was used.
 
-        Gives cached empty pages back first (see `trim`), as a malloc that needs them would, and
-        waits for the device.
+        Retires empty pages first (see `trim`), as a malloc that needs them would, but gives nothing
+        back to the device. Waits for the device.
         """
-        self.trim()
+        self._rest()
         stats = self._state().stats(self._failures_before)
+        stats = replace(stats, mapped=self._mapped())
         if self._debug is None:
             return stats
         return replace(stats, largest_free=largest_request(stats.largest_free))
 
+    def _mapped(self) -> int:
+        if self._growth is not None:
+            return self._growth.mapped
+        segments = [self._control, self._data, None if self._debug is None else self._debug.segment]
+        return sum(bytes_taken(each.source, each.nbytes) for each in segments if each is not None)
+
     def snapshot(self) -> Snapshot:
-        """All pages at this moment, to draw or compare. Trims first, then waits for the device."""
-        self.trim()
+        """All pages at this moment, to draw or compare. Retires empty pages first, as `stats` does,
+        then waits for the device."""
+        self._rest()
         return self._state().snapshot(str(self.device))
 
     def audit(self) -> None:
@@ -448,7 +569,7 @@ class Heap(Owner):
         """
         self._require_open()
         audit(self._state())
-        self.trim()
+        self._rest()
         state = self._state()
         audit(state)
         if self._debug is not None:
@@ -457,7 +578,16 @@ class Heap(Owner):
 
     def _state(self) -> State:
         self._synchronise()
-        return State(self._handle, self._geometry)
+        if self._growth is None:
+            return State(self._handle, self._geometry)
+        with self._growth.lock:
+            pages, absent = self._growth.pages, self._growth.absent_pages()
+            return State(self._handle, self._geometry, pages, absent)
+
+    @property
+    def _state_pages(self) -> int:
+        """How many pages have a record."""
+        return self._geometry.pages if self._growth is None else self._growth.pages
 
     # Using ------------------------------------------------------------------------------------
 
@@ -637,18 +767,52 @@ class Heap(Owner):
         """
         self._require_open()
         self._synchronise()
-        self._initialise()
+        with self._growth.lock if self._growth is not None else nullcontext():
+            self._initialise()
         self._failures_before = 0
         self._synchronise()
 
-    def trim(self) -> None:
-        """Give cached empty pages back to the page level. One launch; does not synchronise.
+    def trim(self) -> int:
+        """Make all free that is not live, and give free memory of a heap that grows back to the
+        device; returns the bytes.
 
-        Never needed for correctness: a malloc that finds no memory does the same.
+        Never needed for correctness: a malloc that finds no memory takes what rests, too. Memory is
+        given back in the pieces in which the heap grew (4 MiB for steps below 32 MiB, a quarter of
+        larger ones), where all of a piece is free, and never if a running kernel could be given
+        it. A debug heap gives none back: it watches what was freed.
+
+        One launch on the current stream, and no wait, in a heap without a limit. With a limit two
+        launches, after which the call waits for the current stream.
+
+        Raises
+        ------
+        InvalidArgument
+            In the capture of a graph, if the heap has a limit.
         """
+        self._rest()
+        if self._growth is None or self._debug is not None:
+            return 0
+        with self._growth.lock:
+            given = self._growth.give_back(self._take_chunks)
+            if given and self._bell is not None:
+                self._bell.welcome()
+        return given
+
+    def _rest(self) -> None:
+        """Make everything free that rests: see ``trim_kernel``."""
         self._require_open()
+        programs = max(-(-self._state_pages // CHUNK_PAGES), self._geometry.magazines // 64)
         with on_device(self.device):
-            upkeep.trim_kernel[(self._geometry.chunks,)](self._handle, num_warps=1)
+            upkeep.trim_kernel[(programs,)](self._handle, num_warps=1)
+
+    def _take_chunks(self, firsts: list[int], counts: list[int]) -> list[bool]:
+        first, count = (self._upload(torch.tensor(each, device="cpu")) for each in (firsts, counts))
+        taken = torch.empty_like(first)
+        with on_device(self.device):
+            growth.take_chunks_kernel[(len(firsts),)](
+                self._handle, first, count, taken, num_warps=1
+            )
+        return taken.to(torch.bool).tolist()
 
     def _requests(self, values: torch.Tensor | Sequence[int] | int, name: str) -> torch.Tensor:
         self._require_open()

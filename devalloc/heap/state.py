@@ -7,6 +7,7 @@ the handle lies, which may be a copy of the heap's. Everything here expects the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +22,7 @@ SIZES = np.array(CLASS_SIZES, dtype=np.int64)
 SLOTS = np.array(CLASS_SLOTS, dtype=np.int64)
 LIVE_WORDS = layout.LIVE_WORDS.value
 
-FREE, SLAB, RUN = range(3)
+FREE, SLAB, RUN, ABSENT = range(4)
 """Kinds of pages, as in a `Snapshot`."""
 
 _STEP = 1 << 14  # pages whose live bits are looked at at a time: 8 MiB
@@ -52,7 +53,8 @@ class Stats:
     ``occupied`` is pages that hold live blocks. ``peak`` is pages that were ever taken: they are
     taken at the front of the heap, so it is close to what was taken at one time. ``allocations``,
     ``frees`` and ``failures`` count calls, and like ``peak`` they begin when the heap is made or
-    reset. ``print`` shows all this in a few lines.
+    reset. ``limit`` is how large the heap may grow, ``mapped`` the memory behind all of it: data,
+    state, and the table of a debug heap. ``print`` shows all this in a few lines.
     """
 
     capacity: int
@@ -65,6 +67,8 @@ class Stats:
     frees: int
     failures: int
     per_class: tuple[ClassStats, ...]
+    limit: int = 0
+    mapped: int = 0
 
     def __str__(self) -> str:
         live = self.allocations - self.frees
@@ -75,6 +79,8 @@ class Stats:
             f"{live:,} blocks live ({self.allocations:,} allocated, {self.frees:,} freed); "
             f"{self.failures:,} requests failed",
         ]
+        if self.limit > self.capacity:
+            lines[0] += f"; may grow to {format_size(self.limit)}"
         rows = sorted((row for row in self.per_class if row.live), key=lambda row: -row.bytes)
         for row in rows[:_PRINTED_CLASSES]:
             lines.append(f"  {row.live:>11,} x {format_size(row.size)}")
@@ -89,9 +95,10 @@ class Stats:
 class Snapshot:
     """The pages of a heap at one moment: everything needed to draw or compare it.
 
-    One entry per page: ``page_kind`` (0 free, 1 slab, 2 run), ``page_class`` (size class of a slab
-    page, else -1), ``page_live`` and ``page_slots`` (live slots and all slots of a slab page, else
-    0), ``run_pages`` (length in pages of a run, at its first page, else 0).
+    One entry per page: ``page_kind`` (0 free, 1 slab, 2 run, 3 given back to the device),
+    ``page_class`` (size class of a slab page, else -1), ``page_live`` and ``page_slots`` (live
+    slots and all slots of a slab page, else 0), ``run_pages`` (length in pages of a run, at its
+    first page, else 0).
     """
 
     capacity: int
@@ -137,20 +144,33 @@ class State:
     Per page: ``words``, and by these ``kind`` (FREE, also inside a run; SLAB; RUN at its first
     page), ``cls``, ``out`` and ``kept`` (a place leads there); ``held`` (slots in magazines),
     ``slots`` and ``live`` (of slabs, or else 0), ``run_pages`` (of a run, at its first page),
-    ``inside`` (in how many runs it lies) and ``page_free`` (its bit).
+    ``inside`` (in how many runs it lies), ``page_free`` (its bit) and ``absent`` (given back).
+
+    ``pages``: how many pages a heap that grows has records of; ``absent``: which of them were given
+    back to the device.
     """
 
-    def __init__(self, handle: torch.Tensor, geometry: Geometry) -> None:
+    def __init__(
+        self,
+        handle: torch.Tensor,
+        geometry: Geometry,
+        pages: int | None = None,
+        absent: Sequence[slice] = (),
+    ) -> None:
         g = geometry
         self.geometry = g
         self.handle = handle
+        self.pages = g.pages if pages is None else pages
+        self.absent = np.zeros(self.pages, dtype=bool)
+        for part in absent:
+            self.absent[part] = True
         self.fixed = _copy(handle[: layout.LINES.value])
         first, step = g.records, layout.RECORD_WORDS.value
-        self.records = handle[first : first + g.pages * step].view(g.pages, step)
+        self.records = handle[first : first + self.pages * step].view(self.pages, step)
         self.words = _copy(self.records[:, layout.PAGE_WORD.value])
         rows = handle[g.rows : g.rows + (CLASSES + 1) * g.chunks]
         self.rows = _copy(rows).reshape(CLASSES + 1, g.chunks)
-        self.spans = Spans.of(_copy(handle[g.magazine_words : g.words]))
+        self.spans = Spans.of(_copy(handle[g.magazine_words :][: g.magazines]))
         self.out = self.words & layout.OUT_MASK.value
         self.cls = (self.words >> layout.CLASS_SHIFT.value) & 63
         self.kept = (self.words & layout.KEPT.value) != 0
@@ -160,17 +180,17 @@ class State:
         lengths = _copy(self.records[:, layout.PAGE_WORD.value + layout.LENGTH.value])
         self.run_pages = np.where(self.kind == RUN, lengths, 0)
         self.inside = self._inside()
-        self.page_free = self.row_bits(0)[: g.pages] != 0
+        self.page_free = self.row_bits(0)[: self.pages] != 0
         slab = self.kind == SLAB
         self.slots = np.where(slab, SLOTS[np.minimum(self.cls, CLASSES - 1)], 0)
         # (A span may lead anywhere, until it is audited.)
-        there = self.spans.page < g.pages
+        there = self.spans.page < self.pages
         counts = self.spans.count[there]
-        self.held = np.bincount(self.spans.page[there], counts, g.pages).astype(np.int64)
+        self.held = np.bincount(self.spans.page[there], counts, self.pages).astype(np.int64)
         self.live = np.where(slab, self.out - self.held, 0)
 
     def _inside(self) -> np.ndarray:
-        pages = self.geometry.pages
+        pages = self.pages
         heads = np.flatnonzero(self.kind == RUN)
         change = np.zeros(pages + 1, dtype=np.int64)
         np.add.at(change, heads, 1)
@@ -189,9 +209,13 @@ class State:
         words = _copy(self.handle[g.places : g.places + g.lines * g.ring])
         # (See `place_ptr`: neighbours lie a cache line apart.)
         words = words.reshape(g.lines, spread, g.ring // spread)
-        lines = self.handle[layout.LINES.value : g.records : layout.LINE_STRIDE.value]
-        opened = ((_copy(lines) + (1 << 31)) >> 32) & layout.PLACE_MASK.value
+        opened = ((_copy(self.handle[g.line_words]) + (1 << 31)) >> 32) & layout.PLACE_MASK.value
         return words.swapaxes(1, 2).reshape(g.lines, g.ring), opened
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the pages that there are."""
+        return int((~self.absent).sum()) * PAGE_BYTES
 
     @cached_property
     def idle(self) -> np.ndarray:
@@ -204,7 +228,7 @@ class State:
         room = (self.kind == SLAB) & (self.out <= self.slots // 2)
         stale = 0
         for cls in range(CLASSES):
-            bits = self.row_bits(cls + 1)[: self.geometry.pages] != 0
+            bits = self.row_bits(cls + 1)[: self.pages] != 0
             stale += int((bits & ~(room & (self.cls == cls))).sum())
         return stale
 
@@ -238,7 +262,7 @@ class State:
 
     def stats(self, failures_before: int = 0) -> Stats:
         """``failures_before``: those that `clear_errors` has forgotten."""
-        capacity = self.geometry.pages * PAGE_BYTES
+        capacity = self.capacity
         failures = int(self.fixed[layout.ERRORS.value + layout.E_OUT_OF_MEMORY.value])
         slab = self.kind == SLAB
         live = np.bincount(self.cls[slab], self.live[slab], CLASSES).astype(np.int64)
@@ -259,14 +283,17 @@ class State:
             per_class=tuple(
                 ClassStats(*map(int, row)) for row in zip(CLASS_SIZES, live, pages, strict=True)
             ),
+            limit=self.geometry.pages * PAGE_BYTES,
         )
 
     def snapshot(self, device: str) -> Snapshot:
         return Snapshot(
-            capacity=self.geometry.pages * PAGE_BYTES,
+            capacity=self.capacity,
             page_bytes=PAGE_BYTES,
             class_sizes=CLASS_SIZES,
-            page_kind=np.where(self.inside > 0, RUN, self.kind).astype(np.uint8),
+            page_kind=np.where(
+                self.absent, ABSENT, np.where(self.inside > 0, RUN, self.kind)
+            ).astype(np.uint8),
             page_class=np.where(self.kind == SLAB, self.cls, -1).astype(np.int16),
             page_live=self.live.astype(np.int32),
             page_slots=self.slots.astype(np.int32),
@@ -279,7 +306,7 @@ class State:
     def live_bits(self) -> tuple[np.ndarray, np.ndarray]:
         """For every page, how many live bits it has, and whether any is where no block of the
         page's kind and class can begin."""
-        pages = self.geometry.pages
+        pages = self.pages
         use = np.where(self.kind == RUN, _USE_RUN, _USE_NONE)
         use = np.where((self.kind == SLAB) & (self.cls < CLASSES), self.cls, use)
         masks = torch.from_numpy(_live_masks()).to(self.handle.device)

@@ -116,7 +116,7 @@ class SimulatedSource:
             for start in range(offset, offset + nbytes, largest):
                 self._parts[address][start] = min(largest, offset + nbytes - start)
 
-    def unmap(self, address: int, offset: int, nbytes: int) -> None:
+    def unmap(self, address: int, offset: int, nbytes: int, *, keep: bool = True) -> None:
         with self._lock:
             for start, _ in self.parts(address, offset, nbytes):
                 del self._parts[address][start]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from devalloc.common.owner import Owner
 from devalloc.errors import DevallocError, InvalidArgument, InvalidFree
@@ -126,8 +126,11 @@ class Mappable(Source, Protocol):
         """
         ...
 
-    def unmap(self, address: int, offset: int, nbytes: int) -> None:
-        """Take the memory of a part away, by whole pieces. Waits for nothing."""
+    def unmap(self, address: int, offset: int, nbytes: int, *, keep: bool = True) -> None:
+        """Take the memory of a part away, by whole pieces. Waits for nothing.
+
+        Without ``keep`` none of it stays idle for the next use.
+        """
         ...
 
     def parts(self, address: int, offset: int, nbytes: int) -> list[tuple[int, int]]:
@@ -261,8 +264,11 @@ class Segment(Owner):
         A power of two; the segment's address is a multiple of it. If the source's granularity is
         less, ``alignment`` bytes more are taken from the source.
     keeps : Segment, ...
-        Other segments to which the contents of this one point. They live as long as this one, or
-        until `keeps` is set to something else.
+        Other segments, or tensors, to which the contents of this one point. They live as long as
+        this one, or until `keeps` is set to something else.
+    mapped : bool
+        False reserves addresses only, of a source that is `Mappable`; memory is mapped there with
+        `Mappable.map`. The alignment may then not be above the granularity.
 
     Raises
     ------
@@ -273,12 +279,23 @@ class Segment(Owner):
     """
 
     def __init__(
-        self, source: Source, nbytes: int, alignment: int = 256, keeps: tuple[Segment, ...] = ()
+        self,
+        source: Source,
+        nbytes: int,
+        alignment: int = 256,
+        keeps: tuple[object, ...] = (),
+        mapped: bool = True,
     ) -> None:
         require_request("a segment", nbytes)
         require_power_of_two("the alignment of a segment", alignment)
         extra = alignment if alignment > granularity_of(source) else 0
-        raw = source.allocate(nbytes + extra)
+        if extra and not mapped:
+            raise InvalidArgument(
+                f"addresses of {source!r} are multiples of {format_size(source.granularity)}, not "
+                f"of {format_size(alignment)}"
+            )
+        take = source.allocate if mapped else cast("Mappable", source).reserve
+        raw = take(nbytes + extra)
         self.source = source
         self.nbytes = nbytes
         self.address = (raw + alignment - 1) // alignment * alignment

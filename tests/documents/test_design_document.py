@@ -27,7 +27,7 @@ def words(heap: Heap) -> tuple[int, int, int, str]:
     g = heap._geometry
     line = layout.LINES.value + CLASS * g.stripes * layout.LINE_STRIDE.value
     tickets, live, page = heap.handle[[line, g.records, g.records + 64]].tolist()
-    magazines = heap.handle[g.magazine_words : g.words]
+    magazines = heap.handle[g.magazine_words :][: g.magazines]
     spans = magazines[magazines != 0].tolist()
     magazine = "empty"
     for span in spans:

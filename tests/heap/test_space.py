@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from devalloc.kernels import layout
 from devalloc.sizes import PAGE_BYTES
 from tests.conftest import ON_GPU
 from tests.heap.bare import BareHeap
@@ -175,7 +174,7 @@ def test_sizes_that_are_nothing_or_wrong() -> None:
 def test_the_numbers_of_places_begin_again(opened: int) -> None:
     """Of a place only 18 bits of its number are known, and of a line's places 31."""
     heap = BareHeap(16)
-    lines = heap.handle[layout.LINES.value : heap.geometry.records : layout.LINE_STRIDE.value]
+    lines = heap.handle[heap.geometry.line_words]
     lines.fill_(opened << 32)
     addrs = heap.malloc([1024, 64] * 200, 32)
     assert addrs.unique().numel() == 400

@@ -55,13 +55,18 @@ def test_arrays_lie_one_behind_the_other(pages: int) -> None:
     g = Geometry.of(pages)
     sizes = {
         "lines": (layout.LINES.value, g.lines * layout.LINE_STRIDE.value),
-        "records": (g.records, pages * layout.RECORD_WORDS.value),
         "rows": (g.rows, (CLASSES + 1) * g.chunks),
         "idle": (g.idle_words, g.idle),
         "places": (g.places, g.lines * g.ring),
         "magazines": (g.magazine_words, g.magazines),
+        "records": (g.records, pages * layout.RECORD_WORDS.value),
     }
-    assert g.records == layout.LINES.value + g.lines * layout.LINE_STRIDE.value
+    lines = g.line_words
+    assert (lines.start, lines.stop, lines.step) == (
+        layout.LINES.value,
+        sizes["lines"][1] + layout.LINES.value,
+        layout.LINE_STRIDE.value,
+    )
     end = layout.HINTS.value + layout.HINT_COPIES.value * layout.HINT_STRIDE.value
     for name, (start, length) in sizes.items():
         assert end <= start < end + 16, name

@@ -1,0 +1,334 @@
+"""The memory of a heap that grows: addresses for all of it, memory for what there is so far.
+
+Data, state and the table of a debug heap are reservations. To grow, memory is mapped behind the
+next records and chunks, and then words are copied that no kernel writes: see ``kernels/growth.py``.
+Copies need no program to run, so a heap also grows while programs that wait for it fill the device.
+Chunks that were given back are filled first.
+
+The unit is a chunk of 4 MiB. A larger step is mapped in pieces of a quarter of it, because a piece
+can only be given back as a whole, and costs the same whatever its size.
+
+Concurrency: one lock; a thread may grow the heap while others use it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from devalloc.errors import InvalidArgument
+from devalloc.heap.geometry import CHUNK_PAGES, Geometry
+from devalloc.kernels import layout
+from devalloc.sizes import PAGE_BYTES, format_size
+from devalloc.sources import Segment
+
+if TYPE_CHECKING:
+    from devalloc.heap.debug_table import DebugTable
+    from devalloc.sources.source import Mappable
+
+CHUNK_BYTES = CHUNK_PAGES * PAGE_BYTES
+LARGEST_PIECE = 256 << 20
+_PATTERN_WORDS = 1 << 17
+
+
+class Growth:
+    """How much of a heap that grows has memory, and the steps that change it.
+
+    Parameters
+    ----------
+    data, control : Segment
+        Reservations of one `Mappable` source.
+    front : int
+        Bytes of ``data`` before page 0.
+    geometry : Geometry
+        Of all that the heap may have; whole chunks.
+    table : DebugTable or None
+        Its segment is a reservation too.
+    """
+
+    def __init__(
+        self,
+        data: Segment,
+        control: Segment,
+        front: int,
+        geometry: Geometry,
+        table: DebugTable | None,
+    ) -> None:
+        self.chunks = 0
+        """From the first to the last that there ever were: so many have records."""
+        self.last_answer = 0
+        """What ANSWERS holds."""
+        self.lock = threading.RLock()
+        self._process = os.getpid()
+        self._absent: list[tuple[int, int]] = []
+        self._source = cast("Mappable", data.source)
+        self._data = data
+        self._control = control
+        self._front = front
+        self._geometry = geometry
+        self._table = table
+        self._mapped = {id(control): 0} | ({id(table.segment): 0} if table else {})
+        self._handle = control.view().view(torch.int64)
+        self._device = data.source.device
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)
+        # (Copied from pinned memory, no step needs a multiprocessor.)
+        pinned = self._stream is not None
+        self._zeros = torch.zeros(
+            _PATTERN_WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned
+        )
+        self._ones = torch.full((1 << 12,), -1, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        copies = layout.EXTENT_COPIES.value
+        self._word = torch.zeros(copies, dtype=torch.int64, device="cpu", pin_memory=pinned)
+
+    # What there is --------------------------------------------------------------------------------
+
+    @property
+    def pages(self) -> int:
+        """Pages that have a record."""
+        return self.chunks * CHUNK_PAGES
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of data that have memory."""
+        return (self.chunks - sum(count for _, count in self._absent)) * CHUNK_BYTES
+
+    @property
+    def limit(self) -> int:
+        return self._geometry.pages * PAGE_BYTES
+
+    @property
+    def mapped(self) -> int:
+        """Bytes of memory behind data, state and table."""
+        return self._front + self.capacity + sum(self._mapped.values())
+
+    def present(self) -> list[tuple[int, int]]:
+        """First and number of the chunks that have memory, ascending."""
+        parts = []
+        begin = 0
+        for first, count in [*self._absent, (self.chunks, 0)]:
+            if first > begin:
+                parts.append((begin, first - begin))
+            begin = first + count
+        return parts
+
+    def absent_pages(self) -> list[slice]:
+        """Where pages were given back."""
+        return [slice(at * CHUNK_PAGES, (at + n) * CHUNK_PAGES) for at, n in self._absent]
+
+    # Growing --------------------------------------------------------------------------------------
+
+    def map_first(self, chunks: int) -> None:
+        """Map the first chunks of a new heap, whose state is written afterwards."""
+        if self._front:
+            self._source.map(self._data.address, 0, self._front, LARGEST_PIECE)
+        self._map_state(chunks)
+        self._map_data([(0, chunks)], self._piece(chunks))
+        self.chunks = chunks
+
+    def grow(self, nbytes: int) -> int:
+        """Add at least ``nbytes``; returns by how much the capacity has grown.
+
+        Raises
+        ------
+        InvalidArgument
+            Beyond the limit; nothing has changed then.
+        OutOfMemory
+            If the source has not so much memory; nothing has changed then.
+        """
+        self._require_this_process()
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument(
+                "a heap cannot grow in the capture of a graph: grow it before or after; kernels of "
+                "the graph see it when the graph is replayed"
+            )
+        with self.lock:
+            before = self.capacity
+            wanted = -(-nbytes // CHUNK_BYTES)
+            if before + wanted * CHUNK_BYTES > self.limit:
+                raise InvalidArgument(
+                    f"the heap has {format_size(before)} and a limit of {format_size(self.limit)}: "
+                    f"it cannot grow by {format_size(nbytes)}"
+                )
+            parts = self._parts_for(wanted)
+            self._map_state(sum(parts[-1]) if parts else 0)
+            self._map_data(parts, self._piece(wanted))
+            # (From here on nothing fails but the device itself.)
+            self._publish(parts)
+            return self.capacity - before
+
+    def _parts_for(self, chunks: int) -> list[tuple[int, int]]:
+        """First and number of the chunks to map: those that were given back, then new ones."""
+        parts = []
+        for first, count in [*self._absent, (self.chunks, chunks)]:
+            taken = min(count, chunks)
+            if taken:
+                parts.append((first, taken))
+            chunks -= taken
+        return _joined(parts)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made the heap, and was not forked from it."""
+        return os.getpid() == self._process
+
+    def _require_this_process(self) -> None:
+        if not self.is_ours:
+            raise InvalidArgument(
+                f"the heap belongs to process {self._process}; a process that was forked from it "
+                "can neither grow nor trim it"
+            )
+
+    @staticmethod
+    def _piece(chunks: int) -> int:
+        quarter = max(chunks // 4, 1)
+        return min(CHUNK_BYTES << quarter.bit_length() - 1, LARGEST_PIECE)
+
+    def _publish(self, parts: list[tuple[int, int]]) -> None:
+        # (The first ones are filled first.)
+        self._absent = _behind(self._absent, sum(parts[-1]) if parts else 0)
+        extent = max(self.chunks, sum(parts[-1])) if parts else self.chunks
+        with self._copies():
+            if extent > self.chunks:
+                self._word.fill_(extent * CHUNK_PAGES)
+                self._put(layout.EXTENT.value, self._word)
+            for first, count in parts:
+                for at in range(first, first + count, len(self._ones)):
+                    length = min(first + count - at, len(self._ones))
+                    self._put(self._geometry.rows + at, self._ones[:length])
+        self.chunks = extent
+
+    def next_answer(self, more: bool) -> int:
+        """The word of the next answer, which differs from all before."""
+        self.last_answer = (self.last_answer | 1) + 1 + more
+        return self.last_answer
+
+    def answer(self, more: bool) -> None:
+        """Tell programs that wait that the host has done what it could; ``more``: it may still."""
+        with self.lock, self._copies():
+            self._word.fill_(self.next_answer(more))
+            self._put(layout.ANSWERS.value, self._word[:1])
+
+    def _map_data(self, parts: list[tuple[int, int]], largest: int) -> None:
+        done: list[tuple[int, int]] = []
+        try:
+            for first, count in parts:
+                offset, nbytes = self._front + first * CHUNK_BYTES, count * CHUNK_BYTES
+                self._source.map(self._data.address, offset, nbytes, largest)
+                done.append((offset, nbytes))
+        except BaseException:
+            for offset, nbytes in done:
+                self._source.unmap(self._data.address, offset, nbytes)
+            raise
+
+    def _map_state(self, chunks: int) -> None:
+        """Map and clear what lies behind the records of so many chunks, and their debug entries."""
+        pages = chunks * CHUNK_PAGES
+        self._map_words(self._control, self._geometry.words_of(pages))
+        if self._table is not None:
+            self._map_words(self._table.segment, self._table.words_of(pages))
+            self._table.pages = max(self._table.pages, pages)
+
+    def _map_words(self, segment: Segment, words: int) -> None:
+        unit = self._source.granularity
+        before = self._mapped[id(segment)]
+        after = -(-words * 8 // unit) * unit
+        if after > before:
+            self._source.map(segment.address, before, after - before, LARGEST_PIECE)
+            self._mapped[id(segment)] = after
+            target = segment.view().view(torch.int64)
+            end = min(after // 8, len(target))
+            with self._copies():
+                for at in range(before // 8, end, _PATTERN_WORDS):
+                    part = target[at : min(at + _PATTERN_WORDS, end)]
+                    part.copy_(self._zeros[: len(part)], non_blocking=True)
+
+    def _put(self, first: int, words: torch.Tensor) -> None:
+        self._handle[first : first + len(words)].copy_(words, non_blocking=True)
+
+    def _copies(self) -> _Copies | nullcontext[None]:
+        return nullcontext() if self._stream is None else _Copies(self._stream)
+
+    # Shrinking ------------------------------------------------------------------------------------
+
+    def give_back(self, take: Callable[[list[int], list[int]], list[bool]]) -> int:
+        """Unmap pieces whose chunks are all free; returns the bytes.
+
+        ``take(firsts, counts)`` takes the chunks of a piece out of use if all their pages are free,
+        and says for each piece whether it did.
+        """
+        self._require_this_process()
+        with self.lock:
+            pieces = [
+                ((offset - self._front) // CHUNK_BYTES, nbytes // CHUNK_BYTES)
+                for offset, nbytes in self._source.parts(
+                    self._data.address, self._front, self.chunks * CHUNK_BYTES
+                )
+            ]
+            if not pieces:
+                return 0
+            taken = take([first for first, _ in pieces], [count for _, count in pieces])
+            given = 0
+            for (first, count), free in zip(pieces, taken, strict=True):
+                if free:
+                    offset, nbytes = self._front + first * CHUNK_BYTES, count * CHUNK_BYTES
+                    self._absent = _joined([*self._absent, (first, count)])
+                    self._source.unmap(self._data.address, offset, nbytes, keep=False)
+                    given += nbytes
+            return given
+
+
+class _Copies:
+    """Within it copies go to a stream of their own; at its end they are done."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._context = torch.cuda.stream(stream)
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._context.__exit__(None, None, None)
+        self._stream.synchronize()
+
+
+def _joined(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Disjoint (first, count), ascending, with adjacent ones as one."""
+    joined: list[tuple[int, int]] = []
+    for first, count in sorted(parts):
+        if joined and sum(joined[-1]) == first:
+            joined[-1] = joined[-1][0], joined[-1][1] + count
+        else:
+            joined.append((first, count))
+    return joined
+
+
+def _behind(absent: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+    """What of ``absent`` lies at or behind chunk ``end``."""
+    return [
+        (max(first, end), first + count - max(first, end))
+        for first, count in absent
+        if first + count > end
+    ]
+
+
+def require_growing_source(source: object) -> None:
+    """Raise InvalidArgument unless memory can be mapped later in what the source reserves."""
+    if not getattr(getattr(source, "capabilities", None), "mappable", False):
+        raise InvalidArgument(
+            f'a heap with a limit needs a source that maps memory later: source="virtual", not '
+            f"{source!r}"
+        )
+    granularity = getattr(source, "granularity", 0)
+    if CHUNK_BYTES % granularity:
+        raise InvalidArgument(
+            f"a heap grows in steps of {format_size(CHUNK_BYTES)}, and memory of {source!r} comes "
+            f"in multiples of {format_size(granularity)}"
+        )

@@ -1,0 +1,159 @@
+"""Growing heaps by themselves: kernels ring a bell, and a thread of the host answers.
+
+One thread serves all heaps of the process that were made with ``grow="auto"``. It looks at their
+bells, a word each in memory that kernels and the host reach, every PAUSE_S seconds. It ends when no
+such heap is left, and at exit; a process that is forked has none, and its heaps are refused.
+
+A heap is doubled, or grown by what is asked for if that is more. If the device has less, half of
+that is tried, and so on. The answer says whether asking again makes sense.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import threading
+import time
+import weakref
+
+import torch
+
+from devalloc.common.cleanup import call_for_finalizers
+from devalloc.errors import OutOfMemory
+from devalloc.heap.growth import CHUNK_BYTES, Growth
+from devalloc.sizes import PAGE_BYTES
+from devalloc.sources import cudart
+
+PAUSE_S = 0.0005
+RETRY_S = 0.1
+"""How long after the device had no memory kernels may ask for more again."""
+
+
+class Bell:
+    """What one heap's kernels ask for, and the answers to it."""
+
+    def __init__(self, growth: Growth, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.growth = growth
+        self.word = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self.address = self.word.data_ptr()
+        self.device = device
+        self.ended = False
+        self._rung = ctypes.c_int64.from_address(self.address)
+        self._refused_at: float | None = None
+
+    def attend(self) -> None:
+        """Answer if a kernel has asked."""
+        if self._refused_at is not None and time.monotonic() - self._refused_at > RETRY_S:
+            with self.growth.lock:
+                if not self.ended:
+                    self.welcome()
+        word = self._rung.value
+        if word == 0:
+            return
+        # Before: what comes later is seen the next time.
+        self._rung.value = 0
+        with self.growth.lock:
+            if not self.ended and word >> 32 == self.growth.last_answer:
+                self._grow((word & 0xFFFFFFFF) * PAGE_BYTES)
+
+    def first_answer(self) -> int:
+        """What kernels of a heap without blocks find as the last answer."""
+        self._refused_at = None
+        more = self.growth.capacity < self.growth.limit
+        return self.growth.next_answer(more)
+
+    def welcome(self) -> None:
+        """Let kernels ask (again), if the heap is below its limit."""
+        self._refused_at = None
+        self.growth.answer(more=self.growth.capacity < self.growth.limit)
+
+    def _grow(self, nbytes: int) -> None:
+        room = self.growth.limit - self.growth.capacity
+        least = min(max(nbytes, CHUNK_BYTES), room)
+        wanted = min(max(nbytes, self.growth.capacity), room)
+        while wanted > 0:
+            try:
+                self.growth.grow(wanted)
+            except OutOfMemory:
+                wanted = max(wanted // 2, least) if wanted > least else 0
+            else:
+                self.growth.answer(more=self.growth.capacity < self.growth.limit)
+                return
+        if room > 0:
+            self._refused_at = time.monotonic()
+        self.growth.answer(more=False)
+
+    def end(self) -> None:
+        """Answer no more; waits for an answer that is under way."""
+        self.ended = True
+        if self.growth.is_ours:
+            with self.growth.lock:
+                pass
+
+
+class Watcher:
+    """The thread, and the bells that it looks at."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bells: weakref.WeakSet[Bell] = weakref.WeakSet()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def add(self, bell: Bell) -> None:
+        with self._lock:
+            self._bells.add(bell)
+            if self._thread is None:
+                self._stop.clear()
+                self._thread = threading.Thread(
+                    target=self._serve, name="devalloc heaps that grow", daemon=True
+                )
+                self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None
+
+    def end(self) -> None:
+        """Stop, and wait for what is under way."""
+        self._stop.set()
+        if (thread := self._thread) is not None:
+            thread.join()
+
+    def _serve(self) -> None:
+        _allow_captures()
+        while not self._stop.wait(PAUSE_S):
+            with self._lock:
+                bells = [bell for bell in self._bells if not bell.ended]
+                if not bells:
+                    self._thread = None
+                    return
+            call_for_finalizers(Bell.attend, bells)
+            del bells
+
+
+def _allow_captures() -> None:
+    """Let this thread map memory while another one captures a graph."""
+    if torch.cuda.is_available() and torch.version.hip is None:
+        runtime = cudart.runtime()
+        relaxed = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+        runtime.cudaThreadExchangeStreamCaptureMode(relaxed)
+
+
+watcher = Watcher()
+
+
+def _begin_anew() -> None:
+    global watcher
+    watcher = Watcher()
+
+
+def watch(bell: Bell) -> None:
+    """Answer a bell from now on, until it ends or nobody refers to it."""
+    watcher.add(bell)
+
+
+atexit.register(lambda: watcher.end())
+os.register_at_fork(after_in_child=_begin_anew)

@@ -1,0 +1,97 @@
+"""Heaps that grow: asking the host for more pages, and taking free chunks out of use for it.
+
+Growing itself needs no kernel, so it also works while programs that wait for it fill the device.
+The host maps memory, and then copies words that no kernel writes: EXTENT, the free row's words of
+new chunks, which are 0 until then (kernels only clear bits of pages that they do not own), and
+ANSWERS, in this order.
+
+Shared words and their writers
+    *EXTENT*: pages that have a record. The host; it only rises. A kernel that reads an old value
+    has no page beyond it, and for an address beyond it reads again: the address came from a malloc
+    that found the bit of its page, which was written later.
+    *Bell*: in memory of the host. A program that found nothing writes how many pages it wants, and
+    the answer that it has seen; the host ignores requests that it has answered since.
+    *ANSWERS*: twice the number of answers, plus 1 while the host may still grow the heap. A program
+    reads it before it searches, so an answer that comes during the search is not missed.
+
+A program waits a bounded time for an answer, and after it searches once more. Then it fails, or
+asks again if the answer was new: at most as often as the heap can grow.
+"""
+
+import triton
+import triton.language as tl
+
+from .atomics import atomic_cas, load_one
+from .layout import ANSWERS, BELL, PAGE_LOG2, free_row, load_chunks, load_immutable
+from .target import has_ptx, is_interpreted, let_host_run
+
+# How often to look at ANSWERS: for about a tenth of a second on an H100, and two when interpreted.
+WAITS = tl.constexpr(1 << 17)
+WAITS_INTERPRETED = tl.constexpr(1 << 11)
+
+
+@triton.jit
+def load_answers(heap):
+    """What the host has answered so far (int32); 0 in a heap that does not grow by itself."""
+    return load_one(heap + ANSWERS)
+
+
+@triton.jit
+def may_grow(heap, answers, nbytes):
+    """Whether the host may still grow the heap, and this would help a block of ``nbytes``."""
+    fits = (nbytes > 0) & ((nbytes - 1) >> (PAGE_LOG2 + 6) < load_chunks(heap))
+    return ((answers & 1) != 0) & fits
+
+
+@triton.jit
+def ring(heap, word):
+    """Write an int64 scalar where the host sees it."""
+    bell = load_immutable(heap, BELL)
+    if has_ptx():
+        tl.inline_asm_elementwise(
+            "st.relaxed.sys.global.b64 [$1], $2; mov.b32 $0, 0;",
+            "=r,l,l",
+            [bell, word],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(bell.to(tl.pointer_type(tl.int64)), word)
+
+
+@triton.jit(noinline=True)
+def ask_for_pages(heap, nbytes, seen):
+    """Ask for pages for a block of ``nbytes`` (int64 scalar), of whom ``seen`` was the last answer.
+    Waits a bounded time. Returns the new answer, or 0."""
+    pages = ((nbytes - 1) >> PAGE_LOG2) + 1
+    ring(heap, (seen.to(tl.int64) << 32) + tl.minimum(pages, 0x7FFFFFFF))
+    now = seen
+    left = (seen & 0) + (WAITS_INTERPRETED if is_interpreted() else WAITS)
+    while (now == seen) & (left > 0):
+        if is_interpreted():
+            let_host_run()
+        now = load_answers(heap)
+        left -= 1
+    return tl.where(now == seen, 0, now)
+
+
+@triton.jit
+def take_chunks_kernel(heap, firsts, counts, taken):
+    """``taken[i]`` = 1 if all pages of the ``counts[i]`` chunks from chunk ``firsts[i]`` on were
+    free, and now are nobody's; 0 if not, and nothing has changed. A program for each i."""
+    index = tl.program_id(0)
+    words = free_row(heap) + tl.load(firsts + index)
+    count = tl.load(counts + index)
+    none = count & 0
+    all_free = none - 1
+    done = none
+    while (done >= 0) & (done < count):
+        if atomic_cas(words + done, all_free, none) == all_free:
+            done += 1
+        else:
+            while done > 0:
+                done -= 1
+                tl.atomic_or(words + done, all_free, sem="relaxed")
+            done = all_free
+    tl.store(taken + index, (done == count).to(tl.int64))
