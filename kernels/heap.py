@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_load, fence
+from .bell import ask_for_pages, load_answers, may_grow
 from .bits import divide, halves, join, lsr, mix
 from .groups import alike
-from .growth import ask_for_pages, load_answers, may_grow
 from .lanes import (
     any_lane,
     count_lanes,

@@ -151,7 +151,7 @@ class DebugTable:
     everything : bool
         Whether all of a freed block is poisoned and checked, whatever its size.
     grows : bool
-        Whether the heap grows. Then there is only address space at first, and no page: whoever
+        Whether the heap grows. Then there is only address space at first, and no page: who
         maps memory for more, `words_of` them, sets `pages`.
     """
 

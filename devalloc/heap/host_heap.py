@@ -39,7 +39,7 @@ from devalloc.heap.growth import CHUNK_BYTES, Growth, require_growing_source
 from devalloc.heap.leaks import LeakReport
 from devalloc.heap.state import Snapshot, State, Stats, describe
 from devalloc.heap.watcher import Bell, watch
-from devalloc.kernels import debug_upkeep, growth, layout, rows, upkeep
+from devalloc.kernels import bell, debug_upkeep, layout, rows, upkeep
 from devalloc.sizes import PAGE_BYTES, format_size, parse_size
 from devalloc.sources import CudaSource, HostSource, Segment, Source
 from devalloc.sources.names import NAMES, named_source
@@ -809,9 +809,7 @@ class Heap(Owner):
         first, count = (self._upload(torch.tensor(each, device="cpu")) for each in (firsts, counts))
         taken = torch.empty_like(first)
         with on_device(self.device):
-            growth.take_chunks_kernel[(len(firsts),)](
-                self._handle, first, count, taken, num_warps=1
-            )
+            bell.take_chunks_kernel[(len(firsts),)](self._handle, first, count, taken, num_warps=1)
         return taken.to(torch.bool).tolist()
 
     def _requests(self, values: torch.Tensor | Sequence[int] | int, name: str) -> torch.Tensor:

@@ -151,7 +151,7 @@ def _begin_anew() -> None:
 
 
 def watch(bell: Bell) -> None:
-    """Answer a bell from now on, until it ends or nobody refers to it."""
+    """Answer a bell from now on, until it ends or until nothing refers to it."""
     watcher.add(bell)
 
 

@@ -243,7 +243,33 @@ def test_each_message_of_the_audit_is_planted() -> None:
     messages = [message for message in messages if not message.endswith(".")]
     assert len(messages) > 20
     for message in messages:
-        assert any(message.startswith(planted) for planted, _ in PLANTED.values()), message
+        known = [planted for planted, _ in PLANTED.values()] + [planted for planted, *_ in GROWN]
+        assert any(message.startswith(planted) for planted in known), message
+
+
+GROWN = [
+    ("H4: how far the heap has grown is wrong", layout.EXTENT.value + 3, 1),
+    ("H1: pages with more than one owner", 1, 1),  # of the row: a page that was given back is free
+    ("H2: pages beyond the heap's end are free", 3, 1),
+]
+
+
+@pytest.mark.parametrize(("message", "at", "change"), GROWN)
+def test_planted_corruption_of_a_heap_that_grows(message: str, at: int, change: int) -> None:
+    with Heap("4MiB", limit="32MiB") as heap:
+        heap.grow("8MiB")
+        heap.malloc([4 << 20])
+        last = heap.malloc([4 << 20, 4 << 20])
+        heap.free(last[:1])
+        assert heap.trim() == 4 << 20
+        heap.audit()
+        if at < layout.EXTENT.value:
+            at += heap._geometry.rows
+        heap.handle[at] += change
+        with pytest.raises(CorruptionError, match=f"^{message}"):
+            heap.audit()
+        heap.handle[at] -= change
+        heap.audit()
 
 
 @on_the_host

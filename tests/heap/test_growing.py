@@ -356,7 +356,7 @@ def test_a_heap_grows_by_itself() -> None:
         assert heap.capacity == capacity
         with pytest.raises(OutOfMemory, match="the whole heap has 64 MiB"):
             heap.check()
-        # At the limit nobody waits.
+        # At the limit no program waits.
         assert heap.malloc([40 * MIB]).item() == 0
         assert heap.capacity == heap.limit
         assert heap.malloc([40 * MIB]).item() == 0
@@ -435,7 +435,7 @@ def test_a_process_ends_while_a_heap_grows_by_itself() -> None:
     assert done.stderr == ""
 
 
-def test_after_the_end_nobody_is_asked() -> None:
+def test_after_the_end_no_host_is_asked() -> None:
     heap = Heap("1MiB", limit="32MiB", grow="auto")
     handle = heap.handle
     heap.close()

@@ -336,7 +336,7 @@ def test_a_reset_heap_is_a_new_one() -> None:
 def test_a_closed_heap_serves_nobody() -> None:
     heap = BareHeap(20)
     addrs = heap.malloc([64, 1024, 70_000])
-    retire(heap.handle, heap.geometry)
+    retire(heap.handle, heap.geometry, heap.pages)
     assert heap.malloc([64, 2000, 70_000]).tolist() == [0, 0, 0]
     heap.free(addrs)
     errors = heap.errors()

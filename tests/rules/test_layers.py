@@ -23,9 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 KERNEL_LAYERS = [
     {"target"},
     {"bits"},
-    {"layout", "lanes"},
+    {"lanes"},
     {"atomics"},
-    {"record", "table"},
+    {"layout"},
+    {"record", "table", "bell"},
     {"payload", "groups"},
     {"pages", "live", "guards"},
     {"lines"},
