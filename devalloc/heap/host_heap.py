@@ -28,14 +28,15 @@ from devalloc.errors import (
 )
 from devalloc.heap import geometry as heap_geometry
 from devalloc.heap import jagged as host_rows
-from devalloc.heap.audit import audit
 from devalloc.heap.compiled import mark_static, refuse
 from devalloc.heap.debug_table import DebugTable, Fault, Tags, largest_request
 from devalloc.heap.devices import INTERPRETED, on_device, resolve_device
 from devalloc.heap.geometry import MAX_PAGES, Geometry
+from devalloc.heap.heap_audit import audit
 from devalloc.heap.leaks import LeakReport
 from devalloc.heap.state import Snapshot, State, Stats, describe
-from devalloc.kernels import debug_upkeep, layout, rows, upkeep
+from devalloc.kernels import layout, rows, upkeep
+from devalloc.kernels.debug import debug_upkeep
 from devalloc.sizes import PAGE_BYTES, format_size, parse_size
 from devalloc.sources import CudaSource, HostSource, Segment, Source
 from devalloc.sources.names import NAMES, named_source
