@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import click
@@ -32,10 +32,28 @@ def cells(line: Comparison) -> tuple[str, ...]:
     )
 
 
+def extent(numbers: list[float], shown: Callable[[float], str] = show) -> str:
+    """The least and the most of some numbers."""
+    known = sorted(value for value in numbers if not math.isnan(value))
+    if not known:
+        return "-"
+    return " to ".join(dict.fromkeys((shown(known[0]), shown(known[-1]))))
+
+
 def markdown(lines: list[Comparison], about: list[str]) -> str:
-    body = [f"| {' | '.join(cells(line))} |" for line in lines]
-    rule = "| --- | --- | --- | ---: | ---: | --- | ---: | ---: | ---: | --- |"
-    return "\n".join([*about, "", f"| {' | '.join(HEADER)} |", rule, *body])
+    """One line for rows that differ only in their size. (`all_tables` has each of them, and
+    `print_table` beside its target.)"""
+    groups: dict[tuple[str, str, str], list[Comparison]] = {}
+    for line in lines:
+        pattern, _size, count = line.row.split("-", 2)
+        groups.setdefault((pattern, count, line.op), []).append(line)
+    body = []
+    for (pattern, count, op), group in groups.items():
+        sizes = extent([float(line.row.split("-")[1]) for line in group], "{:.0f}".format)
+        ratios = extent([line.ratio for line in group if not line.note])
+        met = f"{sum(line.met for line in group)} of {len(group)}"
+        body.append((f"{pattern}, {count}", op, sizes, ratios, met))
+    return "\n".join([*about, "", table(("row", "op", "sizes, B", "ratio", "met"), 3, body)])
 
 
 def print_table(lines: list[Comparison], about: list[str]) -> None:
