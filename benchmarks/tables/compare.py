@@ -68,8 +68,8 @@ def write_documents(
     link = os.path.relpath(every, document.parent)
     text = [
         table,
-        "Flatness (time per request over lanes, heap sizes, fill) and tails (p99 / median), from the "
-        "same rows:",
+        "Flatness (time per request over lanes, heap sizes, fill) and tails (p99 / median), from "
+        "the same rows:",
         checks.markdown(found),
         f"[All rows as measured, group by group]({link}).",
         *pictures,

@@ -40,16 +40,25 @@ def extent(numbers: list[float], shown: Callable[[float], str] = show) -> str:
     return " to ".join(dict.fromkeys((shown(known[0]), shown(known[-1]))))
 
 
+def _but_size(line: Comparison) -> tuple[str, str, str]:
+    pattern, _size, count = line.row.split("-", 2)
+    return pattern, count, line.op
+
+
 def markdown(lines: list[Comparison], about: list[str]) -> str:
-    """One line for rows that differ only in their size. (`all_tables` has each of them, and
-    `print_table` beside its target.)"""
+    """One line for rows that differ in their size only, or of one size in their count.
+
+    `all_tables` has each of them, and `print_table` beside its target.
+    """
     groups: dict[tuple[str, str, str], list[Comparison]] = {}
     for line in lines:
         pattern, _size, count = line.row.split("-", 2)
-        groups.setdefault((pattern, count, line.op), []).append(line)
+        same = [other for other in lines if _but_size(other) == _but_size(line)]
+        groups.setdefault((pattern, count if len(same) > 1 else "", line.op), []).append(line)
     body = []
     for (pattern, count, op), group in groups.items():
         sizes = extent([float(line.row.split("-")[1]) for line in group], "{:.0f}".format)
+        count = count or extent([float(line.row.split("-")[2]) for line in group], "{:.0f}".format)
         ratios = extent([line.ratio for line in group if not line.note])
         met = f"{sum(line.met for line in group)} of {len(group)}"
         body.append((f"{pattern}, {count}", op, sizes, ratios, met))
@@ -133,7 +142,7 @@ def group_table(rows: list[dict[str, str]], peers: list[dict[str, str]], group: 
 
 
 def debug_table(rows: list[dict[str, str]]) -> str:
-    """What a debug heap costs: what was measured with one, beside the same with an ordinary heap.
+    """What a debug heap costs: times with one over those with an ordinary heap.
 
     Raises
     ------
@@ -141,12 +150,12 @@ def debug_table(rows: list[dict[str, str]]) -> str:
         If a row was not measured with an ordinary heap.
     """
     found = {(row["row"], row["op"], row["allocator"]): float(row["median"]) for row in rows}
-    body = []
+    lines: dict[str, list[str]] = {}
     for (name, op, allocator), debug in found.items():
         if allocator == "debug":
             ordinary = found[name, op, "devalloc"]
-            body.append((name, op, show(ordinary), show(debug), f"{debug / ordinary:.1f}"))
-    return table(("row", "op", "ordinary, ms", "debug, ms", "ratio"), 2, body)
+            lines.setdefault(name, []).append(f"{op} {debug / ordinary:.1f}")
+    return "\n".join(f"- `{name}`: {', '.join(ratios)}" for name, ratios in lines.items())
 
 
 APART = {
