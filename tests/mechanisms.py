@@ -84,8 +84,8 @@ def markdown(listed: list[Mechanism], proved: dict[str, list[str]]) -> str:
     parts = [
         "# Mechanisms and their tests",
         "Made by `python -m tests.mechanisms` from `tests/mechanisms.csv` and the marks "
-        "`@pytest.mark.proves` of the tests; do not edit it. Of each mechanism: what it is, what "
-        "turns it on here or why it is left out, and its tests below `tests/`.",
+        "`@pytest.mark.proves` of the tests. Of each: what it is, what turns it on here or why it "
+        "is left out, and its tests below `tests/`.",
     ]
     for prefix, title in TITLES.items():
         rows = []
