@@ -8,12 +8,10 @@
 Layers, from the bottom: ``bits`` (words of bits), ``layout`` (where everything lies), ``atomics``
 (reading what changes; the fence), ``record`` (errors), ``lanes`` and ``groups`` (lanes of a block),
 ``pages`` (free pages), ``live`` (live bits), ``lines`` (which pages a program takes slots from),
-``search`` (looking everywhere; runs of pages), ``heap`` (malloc and free), ``blocks`` (which block
-is behind an address); for debug heaps ``table`` (what is known of every block), ``guards`` (guard
-bytes and poison), ``debug`` (malloc and free with both); ``pointers`` (is there a block behind an
-address), ``api`` (what a kernel calls), ``upkeep``, ``debug_upkeep`` and ``rows`` (what the host
-launches). Where to begin: kernels/README.md. The protocol, and why it is correct:
-docs/design/heap.md.
+``search`` (looking everywhere; runs of pages), ``heap`` (malloc and free), ``addresses`` (which
+block is behind an address), ``debug`` (debug heaps), ``pointers`` (is there a block behind an
+address), ``api`` (what a kernel calls), ``upkeep`` and ``rows`` (what the host launches). Where to
+begin: kernels/README.md. The protocol, and why it is correct: docs/design/heap.md.
 """
 
 import inspect

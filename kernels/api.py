@@ -1,15 +1,16 @@
 """What a kernel calls: malloc, free, usable_size, zeros, realloc, pointer.
 
 Each function is compiled either for an ordinary heap or for a debug heap, never for both: the
-handle of a debug heap is a pointer of another type (``table.is_debug``), so the choice is made
-while the kernel is compiled, and an ordinary heap pays nothing for it.
+handle of a debug heap is a pointer of another type (``debug.block_table.is_debug``), so the
+choice is made while the kernel is compiled, and an ordinary heap pays nothing for it.
 """
 
 import triton
 import triton.language as tl
 
-from .blocks import usable_any
-from .debug import (
+from .addresses import usable_any
+from .debug.block_table import control_block, is_debug
+from .debug.guarded_calls import (
     free_guarded,
     malloc_guarded,
     realloc_guarded,
@@ -20,7 +21,6 @@ from .lanes import is_block
 from .layout import MAGIC, load_immutable
 from .payload import copy, fill_zero
 from .pointers import raise_unsound, sound_or_aside
-from .table import control_block, is_debug
 from .target import is_interpreted, tell_host
 
 

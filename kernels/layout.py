@@ -5,7 +5,7 @@ Words 0..31 never change after the heap is made and may be loaded plainly; all o
 running kernels and are touched by atomics only.
 
     word            what                                                     written by
-    0..31           geometry, immutable (16..18: see ``table``)              host
+    0..31           geometry, immutable (16..18: see ``debug.block_table``)  host
     ERRORS          one counter per kind of error                            record, table
     ERROR_RECORDS   count of records; the first MAX_RECORDS, 4 words each    record
     EXTENT, ANSWERS of a heap that grows: its pages so far, in copies; how   host
@@ -113,7 +113,7 @@ E_DOUBLE_FREE = tl.constexpr(0)
 E_INVALID_FREE = tl.constexpr(1)
 E_OUT_OF_MEMORY = tl.constexpr(2)
 E_INVALID_ARGUMENT = tl.constexpr(3)
-# (4 and 5: see ``table``.)
+# (4 and 5: see ``debug.block_table``.)
 E_INVALID_POINTER = tl.constexpr(6)
 # In a record of an invalid argument, in place of an address: a length of ``rows``, not a size.
 IN_ROWS = tl.constexpr(-1)

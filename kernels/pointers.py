@@ -17,21 +17,10 @@ unsound addresses may belong to others.
 import triton
 import triton.language as tl
 
+from .addresses import block_start, usable_any
 from .atomics import atomic_load
 from .bits import divide
-from .blocks import block_start, usable_any
-from .heap import locate
-from .lanes import any_lane, count_lanes, first_lane, lane_index, pick, width
-from .layout import (
-    E_INVALID_POINTER,
-    NUM_CLASSES,
-    PAGE_BYTES,
-    address_of,
-    class_bytes,
-    load_base,
-)
-from .record import record_error
-from .table import (
+from .debug.block_table import (
     RUN_USE,
     control_block,
     entry_epoch,
@@ -45,9 +34,20 @@ from .table import (
     mark_use,
     record_fault,
 )
+from .heap import locate
+from .lanes import any_lane, count_lanes, first_lane, lane_index, pick, width
+from .layout import (
+    E_INVALID_POINTER,
+    NUM_CLASSES,
+    PAGE_BYTES,
+    address_of,
+    class_bytes,
+    load_base,
+)
+from .record import record_error
 from .target import tell_host
 
-# Who found it, after those of `table`.
+# Who found it, after those of `block_table`.
 BY_POINTER = tl.constexpr(4)
 BY_GATHER = tl.constexpr(5)
 BY_SCATTER = tl.constexpr(6)

@@ -84,16 +84,17 @@ def markdown(listed: list[Mechanism], proved: dict[str, list[str]]) -> str:
     parts = [
         "# Mechanisms and their tests",
         "Made by `python -m tests.mechanisms` from `tests/mechanisms.csv` and the marks "
-        "`@pytest.mark.proves` of the tests; do not edit it. Tests are below `tests/`.",
+        "`@pytest.mark.proves` of the tests. Of each: what it is, what turns it on here or why it "
+        "is left out, and its tests below `tests/`.",
     ]
     for prefix, title in TITLES.items():
         rows = []
         for each in listed:
             if each.id.startswith(f"{prefix}/"):
-                tests = " ".join(f"`{test}`" for test in proved.get(each.id, []))
-                rows.append(f"| {each.words} | {each.option} | {tests} |")
-        head = "| mechanism | here | tests |\n| --- | --- | --- |"
-        parts += [f"## {title}", "\n".join([head, *rows])]
+                tests = ", ".join(f"`{test}`" for test in proved.get(each.id, []))
+                said = ". ".join(filter(None, (each.words, each.option, tests)))
+                rows.append(f"- {said}")
+        parts += [f"## {title}", "\n".join(rows)]
     return "\n\n".join(parts) + "\n"
 
 

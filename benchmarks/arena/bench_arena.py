@@ -37,8 +37,6 @@ FOLDER = RESULTS / "arena"
 """Apart from the rows of the heap: the newest of those is what the tables show."""
 
 SCALE_FOLDER = FOLDER / "scale"
-SCALE_BEFORE = SCALE_FOLDER / "2026-11-24-intel-r-xeon-r-processor-3ced297fb4.csv"
-"""Rows of the last commit at which the cache kept free blocks in plain lists."""
 
 PARTS = ("training", "pairs", "parts")
 SCALE = "scale"

@@ -183,39 +183,46 @@ def theirs(path: Path, device: torch.device, nbytes: int, blocks: int, case: str
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
-    """The guide's tables: a line for an operation, a column for a number of blocks."""
+    """The guide's tables: a line for a case, a column for an operation, and in it a number for each
+    number of blocks."""
     parts = [row for row in rows if row["case"] == HOST]
     ratios = [row for row in rows if row["op"] == "reserved / live"]
-    rest = [row for row in rows if row not in parts and row not in ratios]
+    backups = [float(row["median"]) for row in rows if row["op"] == "host bytes / bytes"]
+    apart = ("reserved / live", "host bytes / bytes")
+    rest = [row for row in rows if row not in parts and row["op"] not in apart]
     counts = sorted({int(row["blocks"]) for row in rest})
-    lines: dict[tuple[str, str, str], dict[int, str]] = {}
-    for row in rest:
-        cells = lines.setdefault((row["case"], row["op"], row["unit"]), {})
-        cells[int(row["blocks"])] = f"{float(row['median']):.3g}"
-    body = [[*line, *(cells.get(count, "") for count in counts)] for line, cells in lines.items()]
-    header = (
-        "case",
-        "operation",
-        "unit",
-        *(f"{count} block{'s' * (count > 1)}" for count in counts),
-    )
+    lines: dict[tuple[str, str], dict[str, dict[int, str]]] = {}
+    for row in sorted(rest, key=lambda row: int(row["blocks"])):
+        cells = lines.setdefault((row["case"], row["unit"]), {})
+        cells.setdefault(row["op"], {})[int(row["blocks"])] = f"{float(row['median']):.3g}"
+    ops = ("prepare", "first pause", "later pauses", "resume")
+    body = [
+        (*line, *(", ".join(cells[op].values()) if op in cells else "" for op in ops))
+        for line, cells in lines.items()
+    ]
+    header = ("case", "unit", *ops)
     first = rest[0]
     about = (
         f"{first['gpu']}, driver {first['driver']}, torch {first['torch']}, commit "
-        f"{first['commit']}, {first['date'][:10]}. {int(first['bytes']) / GIB:.3g} GiB; medians."
+        f"{first['commit']}, {first['date'][:10]}. {int(first['bytes']) / GIB:.3g} GiB; medians, "
+        f"for {', '.join(map(str, counts))} blocks."
     )
-    texts = [about, table(header, 3, body)]
+    texts = [about, table(header, 2, body)]
+    if backups:
+        texts.append(f"A backup takes at most {max(backups):.3g} times what it holds.")
     if parts:
         speeds = [(row["op"], f"{float(row['median']):.3g}") for row in parts]
-        texts += ["What a first backup is made of, host memory alone:",
-                  table(("part", "GiB/s"), 1, speeds)]  # fmt: skip
-    for row in ratios:
-        policy = row["case"].removeprefix(REPLACED).strip(", ")
-        under = f" under {policy}" if policy else ""
+        shown = "; ".join(f"{part}: {speed}" for part, speed in speeds)
+        texts.append(f"What a first backup is made of, host memory alone, in GiB/s: {shown}.")
+    if ratios:
+        row = ratios[0]
+        found = "; ".join(
+            f"{float(row['median']):.3g} under {row['case'].removeprefix(REPLACED).strip(', ')}"
+            for row in ratios
+        )
         texts.append(
             f"{row['blocks']} tensors of {int(row['bytes']) // int(row['blocks']) >> 20} MiB, each "
-            f"replaced by one that is 5 % larger{under}: most reserved over most live bytes "
-            f"{float(row['median']):.3g}."
+            f"replaced by one that is 5 % larger: most reserved over most live bytes {found}."
         )
     return "\n\n".join(texts)
 

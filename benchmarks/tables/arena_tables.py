@@ -91,24 +91,24 @@ def parts_table(rows: Rows) -> str:
     return table(("part", "us"), 1, body)
 
 
-def scale_table(rows: Rows, before: Rows) -> str:
-    """One line for each case and count. ``before``: rows of an earlier commit, for comparison."""
-    first, old = rows[0], before[0]
-    earlier = {row["row"]: row for row in before}
+def scale_table(rows: Rows) -> str:
+    """One line for each case, with its largest count."""
+    first = rows[0]
     body, begin = [], 0.0
     for row in rows:
         case = CASES[row["row"].removeprefix("scale-").rpartition("-")[0]]
         median, count = number(row["median"]), int(row["n"])
         begin = median if count == case.counts[0] else begin
-        was = show(number(earlier[row["row"]]["median"])) if row["row"] in earlier else ""
+        if count != case.counts[-1]:
+            continue
         beside = f"{count:,} {case.beside}"
-        body.append((case.operation, beside, was, _median(row), f"{median / begin:.2f}"))
+        body.append((case.operation, beside, _median(row), f"{median / begin:.2f}"))
     about = (
         f"{first['gpu']} (no GPU), Python {first['python']}, commit {first['commit']}, "
-        f"{first['date'][:10]}; *before*: commit {old['commit']}. Medians of up to "
-        f"{first['rounds']} rounds. *Growth*: over the first line of the operation."
+        f"{first['date'][:10]}. Medians of up to "
+        f"{first['rounds']} rounds. *Growth*: over the fewest that were measured."
     )
-    head = ("operation", "beside", "before, us", "us", "growth")
+    head = ("operation", "beside", "us", "growth")
     return "\n\n".join((about, table(head, 2, body)))
 
 

@@ -100,8 +100,11 @@ def all_checks(rows: list[dict[str, str]]) -> list[Check]:
 
 
 def markdown(checks: list[Check]) -> str:
-    body = [
-        f"| {check.what} | {show(check.value)} | {check.limit} | {check.verdict} |"
-        for check in checks
+    """What holds as a number, and the rest one by one."""
+    rest = [check for check in checks if check.verdict != "yes"]
+    lines = [f"{len(checks) - len(rest)} of {len(checks)} limits hold{':' if rest else '.'}", ""]
+    lines += [
+        f"- {check.what}: {show(check.value)}, limit {check.limit} ({check.verdict})"
+        for check in rest
     ]
-    return "\n".join(["| what | measured | limit | holds |", "| --- | ---: | ---: | --- |", *body])
+    return "\n".join(lines).rstrip().replace("hold:", "hold. The others:")

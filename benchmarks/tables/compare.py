@@ -68,7 +68,8 @@ def write_documents(
     link = os.path.relpath(every, document.parent)
     text = [
         table,
-        "Flatness and tails, from the same rows (without the host's launch):",
+        "Flatness (time per request over lanes, heap sizes, fill) and tails (p99 / median), from "
+        "the same rows:",
         checks.markdown(found),
         f"[All rows as measured, group by group]({link}).",
         *pictures,
@@ -98,7 +99,7 @@ def write_replay_document(document: Path = REPLAY) -> None:
 def write_scale_document(document: Path = HOST) -> None:
     """The newest rows of ``bench_arena --only scale`` into ``document``."""
     rows = read_rows(newest(bench_arena.SCALE_FOLDER))
-    text = arena_tables.scale_table(rows, read_rows(bench_arena.SCALE_BEFORE))
+    text = arena_tables.scale_table(rows)
     tables.write_block(document, "scale", text)
 
 

@@ -11,7 +11,6 @@ from devalloc.cache import FrugalPolicy
 from devalloc.replay.engine import Allocator, Replay, recorded_replay, replay
 from devalloc.replay.files import load_trace
 from devalloc.replay.policies import ALLOCATORS, Cached
-from devalloc.sizes import format_size
 from devalloc.sources import Source
 
 TRACES = ROOT / "benchmarks" / "traces"
@@ -45,16 +44,16 @@ def tables_of(replays: dict[str, dict[str, Replay]]) -> str:
     peaks, calls = [], []
     shares: dict[str, list[float]] = {name: [] for name in names}
     for trace, found in replays.items():
-        peaks.append((trace, *(format_size(found[name].peak_reserved) for name in names)))
+        peaks.append((trace, *(f"{found[name].peak_reserved / (1 << 30):.4g}" for name in names)))
         counts = ((found[name].source_allocations, found[name].source_frees) for name in names)
-        calls.append((trace, *(f"{taken} + {given}" for taken, given in counts)))
+        calls.append((trace, *(f"{taken}+{given}" for taken, given in counts)))
         for name in names:
             shares[name].append(found[name].peak_reserved / found["recorded"].peak_reserved)
     means = (f"{sum(share) / len(share):.3f}" for share in shares.values())
     peaks.append(("mean over recorded", *means))
     return "\n\n".join(
         (
-            "Peak reserved:",
+            "Peak reserved, GiB:",
             table(("trace", *names), 1, peaks),
             "Calls of the source, segments taken + given back:",
             table(("trace", *names), 1, calls),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import click
@@ -32,10 +32,37 @@ def cells(line: Comparison) -> tuple[str, ...]:
     )
 
 
+def extent(numbers: list[float], shown: Callable[[float], str] = show) -> str:
+    """The least and the most of some numbers."""
+    known = sorted(value for value in numbers if not math.isnan(value))
+    if not known:
+        return "-"
+    return " to ".join(dict.fromkeys((shown(known[0]), shown(known[-1]))))
+
+
+def _but_size(line: Comparison) -> tuple[str, str, str]:
+    pattern, _size, count = line.row.split("-", 2)
+    return pattern, count, line.op
+
+
 def markdown(lines: list[Comparison], about: list[str]) -> str:
-    body = [f"| {' | '.join(cells(line))} |" for line in lines]
-    rule = "| --- | --- | --- | ---: | ---: | --- | ---: | ---: | ---: | --- |"
-    return "\n".join([*about, "", f"| {' | '.join(HEADER)} |", rule, *body])
+    """One line for rows that differ in their size only, or of one size in their count.
+
+    `all_tables` has each of them, and `print_table` beside its target.
+    """
+    groups: dict[tuple[str, str, str], list[Comparison]] = {}
+    for line in lines:
+        pattern, _size, count = line.row.split("-", 2)
+        same = [other for other in lines if _but_size(other) == _but_size(line)]
+        groups.setdefault((pattern, count if len(same) > 1 else "", line.op), []).append(line)
+    body = []
+    for (pattern, count, op), group in groups.items():
+        sizes = extent([float(line.row.split("-")[1]) for line in group], "{:.0f}".format)
+        count = count or extent([float(line.row.split("-")[2]) for line in group], "{:.0f}".format)
+        ratios = extent([line.ratio for line in group if not line.note])
+        met = f"{sum(line.met for line in group)} of {len(group)}"
+        body.append((f"{pattern}, {count}", op, sizes, ratios, met))
+    return "\n".join([*about, "", table(("row", "op", "sizes, B", "ratio", "met"), 3, body)])
 
 
 def print_table(lines: list[Comparison], about: list[str]) -> None:
@@ -115,7 +142,7 @@ def group_table(rows: list[dict[str, str]], peers: list[dict[str, str]], group: 
 
 
 def debug_table(rows: list[dict[str, str]]) -> str:
-    """What a debug heap costs: what was measured with one, beside the same with an ordinary heap.
+    """What a debug heap costs: times with one over those with an ordinary heap.
 
     Raises
     ------
@@ -123,12 +150,12 @@ def debug_table(rows: list[dict[str, str]]) -> str:
         If a row was not measured with an ordinary heap.
     """
     found = {(row["row"], row["op"], row["allocator"]): float(row["median"]) for row in rows}
-    body = []
+    lines: dict[str, list[str]] = {}
     for (name, op, allocator), debug in found.items():
         if allocator == "debug":
             ordinary = found[name, op, "devalloc"]
-            body.append((name, op, show(ordinary), show(debug), f"{debug / ordinary:.1f}"))
-    return table(("row", "op", "ordinary, ms", "debug, ms", "ratio"), 2, body)
+            lines.setdefault(name, []).append(f"{op} {debug / ordinary:.1f}")
+    return "\n".join(f"- `{name}`: {', '.join(ratios)}" for name, ratios in lines.items())
 
 
 APART = {

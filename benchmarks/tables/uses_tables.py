@@ -15,20 +15,19 @@ from matplotlib import pyplot as plt
 
 Rows = list[dict[str, str]]
 
-HEADER = ("input", "way", "ms a step", "peak, MiB", "waits a step", "dropped")
+HEADER = ("input", "way", "ms a step", "peak, MiB", "waits a step")
 
 
 def cells(row: dict[str, str]) -> tuple[str, ...]:
     """One line. A way that failed has its check, and nothing else."""
     if row["check"] != "ok":
-        return row["input"], row["way"], row["check"], "", "", ""
+        return row["input"], row["way"], row["check"], "", ""
     return (
         row["input"],
-        row["way"],
+        row["way"] if row["dropped"] == "0" else f"{row['way']}, drops {row['dropped']}",
         show(number(row["median"])),
         f"{int(row['peak_bytes']) / (1 << 20):.1f}",
         row["synchronisations"],
-        row["dropped"],
     )
 
 

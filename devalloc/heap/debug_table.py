@@ -1,6 +1,7 @@
 """A debug heap from the host: its table of blocks, the recorded faults, and the leaks.
 
-The layout is that of ``kernels/table.py``. Everything here expects the heap to be at rest.
+The layout is that of ``kernels/debug/block_table.py``. Everything here expects the heap to be at
+rest.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from devalloc.errors import (
 )
 from devalloc.heap.devices import INTERPRETED
 from devalloc.heap.leaks import LeakReport
-from devalloc.kernels import debug_upkeep, layout, table
+from devalloc.kernels import layout
+from devalloc.kernels.debug import block_table, debug_upkeep
 from devalloc.sizes import MAX_SLOT, PAGE_BYTES
 from devalloc.sources import Segment, Source
 
@@ -31,10 +33,10 @@ OWN_TAGS = 256
 """Smaller tags are the user's own numbers; names get numbers from here on."""
 
 GUARD_BYTES = 32
-"""What a block takes, at least, beside what was asked for: see ``table.padded_size``."""
+"""What a block takes, at least, beside what was asked for: see ``block_table.padded_size``."""
 
-_ENTRY = table.ENTRY_WORDS.value
-_CELLS = table.PAGE_CELLS.value
+_ENTRY = block_table.ENTRY_WORDS.value
+_CELLS = block_table.PAGE_CELLS.value
 _NEIGHBOUR_BYTES = 64
 # Blocks are wide in the interpreter, where a program costs the same at any width.
 _AUDIT_CELLS = 1024 if INTERPRETED else 128
@@ -42,8 +44,8 @@ _FINDERS = ("free", "malloc", "realloc", "audit", "pointer", "gather", "scatter"
 _KINDS: dict[int, type[DevallocError]] = {
     layout.E_DOUBLE_FREE.value: DoubleFree,
     layout.E_INVALID_FREE.value: InvalidFree,
-    table.E_OVERFLOW.value: Overflow,
-    table.E_USE_AFTER_FREE.value: UseAfterFree,
+    block_table.E_OVERFLOW.value: Overflow,
+    block_table.E_USE_AFTER_FREE.value: UseAfterFree,
     layout.E_INVALID_POINTER.value: InvalidPointer,
 }
 
@@ -120,7 +122,7 @@ class Tags:
                         "pass a number as an int, and 0 for no tag"
                     )
                 number = OWN_TAGS + len(self._numbers)
-                if number > table.MAX_TAG.value:
+                if number > block_table.MAX_TAG.value:
                     raise InvalidArgument(f"no number is left for the tag {tag!r}: reuse names")
                 self._numbers[tag] = number
                 self._names[number] = tag
@@ -161,7 +163,7 @@ class DebugTable:
         self.pages = 0 if grows else pages
         self.base = base
         self._everything = everything
-        self._entries = (table.MARKS.value + pages + 1) // 2 * 2
+        self._entries = (block_table.MARKS.value + pages + 1) // 2 * 2
         self.segment = Segment(source, self.words_of(pages) * 8, mapped=not grows)
         self._words = self.segment.view().view(torch.int64)
 
@@ -172,7 +174,7 @@ class DebugTable:
     def attach(self, control: torch.Tensor) -> None:
         """Empty the table and write its address into a control block, on the current stream."""
         self._words[: self.words_of(self.pages)].zero_()
-        first = table.TABLE_WORD.value
+        first = block_table.TABLE_WORD.value
         words = [self.segment.address, self._entries, int(self._everything)]
         control[first : first + 3].copy_(torch.tensor(words, dtype=torch.int64, device="cpu"))
 
@@ -185,26 +187,26 @@ class DebugTable:
 
     def faults(self, tags: Tags) -> list[Fault]:
         """The recorded faults, at most MAX_FAULTS, in the order in which they were found."""
-        head = self._words[: table.MARKS.value].tolist()
-        count = min(head[0], table.MAX_FAULTS.value)
+        head = self._words[: block_table.MARKS.value].tolist()
+        count = min(head[0], block_table.MAX_FAULTS.value)
         if count == 0:
             return []
         now = self.now()
-        start, step = table.FAULTS.value, table.FAULT_WORDS.value
+        start, step = block_table.FAULTS.value, block_table.FAULT_WORDS.value
         rows = (head[start + i * step : start + (i + 1) * step] for i in range(count))
         return [self._fault(row, now, tags) for row in rows]
 
     def clear_faults(self) -> None:
-        self._words[: table.MARKS.value].zero_()
+        self._words[: block_table.MARKS.value].zero_()
 
     def _fault(self, row: list[int], now: int, tags: Tags) -> Fault:
         kind, at, block, word, birth, finder, program, _ = row
         error = _KINDS[kind]
-        size = word & table.MAX_BYTES.value
-        tag = tags.name((word >> table.TAG_SHIFT.value) & table.MAX_TAG.value)
+        size = word & block_table.MAX_BYTES.value
+        tag = tags.name((word >> block_table.TAG_SHIFT.value) & block_table.MAX_TAG.value)
         found_by = _FINDERS[finder]
         owner = f"block of {size} bytes at {block:#x} ({_owner(tag)}"
-        age = _seconds(now, birth & table.MAX_TICKS.value)
+        age = _seconds(now, birth & block_table.MAX_TICKS.value)
         place = _place(at, self.base, self.pages * PAGE_BYTES)
         found = f"found by {found_by} in program {program}"
         if error is DoubleFree:
@@ -224,7 +226,7 @@ class DebugTable:
                 text += "malloc gave no memory; mask with addr != 0"
             elif not block:
                 text += "there is no live block"
-            elif not word >> table.LIVE_SHIFT.value & 15:
+            elif not word >> block_table.LIVE_SHIFT.value & 15:
                 text += f"the {owner}, allocated {age:.3g} s ago) was freed"
             elif at == block:
                 text += f"the {owner}) is too small"
@@ -293,8 +295,8 @@ class DebugTable:
         page = (address - self.base) // PAGE_BYTES
         if not 0 <= page < self.pages:
             page = 0
-        use = int(self._words[table.MARKS.value + page]) & 0xFFFFFFFF
-        page -= max(use - table.RUN_USE.value, 0)
+        use = int(self._words[block_table.MARKS.value + page]) & 0xFFFFFFFF
+        page -= max(use - block_table.RUN_USE.value, 0)
         cells = torch.arange(page * _CELLS, (page + 1) * _CELLS, device=self._words.device)
         return self._decode(cells, live_only=False)
 
@@ -304,7 +306,7 @@ class DebugTable:
         step = 1 << 24  # 256 MiB of entries at a time
         flags = self._words[self._entries : self.words_of(self.pages) : _ENTRY]
         for first in range(0, self.pages * _CELLS, step):
-            live = (flags[first : first + step] >> table.LIVE_SHIFT.value) & 15
+            live = (flags[first : first + step] >> block_table.LIVE_SHIFT.value) & 15
             found.append(torch.nonzero(live).flatten() + first)
         return self._decode(torch.cat(found), live_only=True)
 
@@ -312,20 +314,20 @@ class DebugTable:
         """The entries in some cells, without those of an earlier epoch than their page's."""
         known = self._words[self._entries : self.words_of(self.pages)]
         entries = known.view(-1, _ENTRY)[cells].cpu().numpy()
-        marks = self._words[table.MARKS.value + cells // _CELLS].cpu().numpy()
+        marks = self._words[block_table.MARKS.value + cells // _CELLS].cpu().numpy()
         index = cells.cpu().numpy()
         word, birth = entries[:, 0], entries[:, 1]
-        epoch = (birth >> table.EPOCH_SHIFT.value) & table.MAX_EPOCH.value
-        live = ((word >> table.LIVE_SHIFT.value) & 15) != 0
-        keep = (word != 0) & (epoch == ((marks >> 32) & table.MAX_EPOCH.value))
+        epoch = (birth >> block_table.EPOCH_SHIFT.value) & block_table.MAX_EPOCH.value
+        live = ((word >> block_table.LIVE_SHIFT.value) & 15) != 0
+        keep = (word != 0) & (epoch == ((marks >> 32) & block_table.MAX_EPOCH.value))
         keep &= live | (not live_only)
         word, birth, index, live = word[keep], birth[keep], index[keep], live[keep]
-        granule = index * 4 + ((word >> table.GRANULE_SHIFT.value) & 3)
+        granule = index * 4 + ((word >> block_table.GRANULE_SHIFT.value) & 3)
         return _Blocks(
             address=self.base + granule * 16,
-            size=word & table.MAX_BYTES.value,
-            tag=(word >> table.TAG_SHIFT.value) & table.MAX_TAG.value,
-            ticks=birth & table.MAX_TICKS.value,
+            size=word & block_table.MAX_BYTES.value,
+            tag=(word >> block_table.TAG_SHIFT.value) & block_table.MAX_TAG.value,
+            ticks=birth & block_table.MAX_TICKS.value,
             live=live,
         )
 
@@ -350,7 +352,7 @@ class DebugTable:
             If table and heap disagree on how many blocks are live (D1).
         """
         counters = control[layout.ERRORS.value : layout.RECORD_COUNT.value]
-        head = self._words[: table.MARKS.value]
+        head = self._words[: block_table.MARKS.value]
         saved = counters.clone(), head.clone()
         counters.zero_()
         head.zero_()
@@ -365,8 +367,8 @@ class DebugTable:
         if faults:
             found = ", ".join(
                 f"{counts[kind]} x {name}"
-                for kind, name in ((table.E_OVERFLOW.value, "overflow"),
-                                   (table.E_USE_AFTER_FREE.value, "use after free"))
+                for kind, name in ((block_table.E_OVERFLOW.value, "overflow"),
+                                   (block_table.E_USE_AFTER_FREE.value, "use after free"))
                 if counts[kind]
             )  # fmt: skip
             raise faults[0].kind(f"{faults[0].message}. Found by this audit: {found}")
@@ -400,5 +402,5 @@ def _behind(nbytes: int) -> str:
 
 def _seconds(now: int, ticks: Any) -> Any:
     """How long ago ``ticks``, an int or an array of them, was."""
-    elapsed = (now - ticks) & table.MAX_TICKS.value
-    return elapsed * (1 << table.TICK_LOG2.value) / 1e9
+    elapsed = (now - ticks) & block_table.MAX_TICKS.value
+    return elapsed * (1 << block_table.TICK_LOG2.value) / 1e9

@@ -30,16 +30,17 @@ from devalloc.errors import (
 )
 from devalloc.heap import geometry as heap_geometry
 from devalloc.heap import jagged as host_rows
-from devalloc.heap.audit import audit
 from devalloc.heap.compiled import mark_static, refuse
 from devalloc.heap.debug_table import DebugTable, Fault, Tags, largest_request
 from devalloc.heap.devices import INTERPRETED, memory_of, on_device, resolve_device
 from devalloc.heap.geometry import CHUNK_PAGES, MAX_PAGES, Geometry, Present
 from devalloc.heap.growth import CHUNK_BYTES, Growth, require_growing_source
+from devalloc.heap.heap_audit import audit
 from devalloc.heap.leaks import LeakReport
 from devalloc.heap.state import Snapshot, State, Stats, describe
 from devalloc.heap.watcher import Bell, watch
-from devalloc.kernels import bell, debug_upkeep, layout, rows, upkeep
+from devalloc.kernels import bell, layout, rows, upkeep
+from devalloc.kernels.debug import debug_upkeep
 from devalloc.sizes import PAGE_BYTES, format_size, parse_size
 from devalloc.sources import CudaSource, HostSource, Segment, Source
 from devalloc.sources.names import NAMES, named_source

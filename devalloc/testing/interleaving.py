@@ -10,7 +10,7 @@
 
 A failing schedule is shrunk and raised as a `ScheduleError`, whose message holds one line that
 replays it. This works with any kernel that Triton's interpreter runs
-(TRITON_INTERPRET=1). See docs/interleaving.md.
+(TRITON_INTERPRET=1). See docs/guide/testing.md.
 """
 
 from __future__ import annotations

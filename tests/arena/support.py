@@ -3,17 +3,58 @@ events happen when the test says so."""
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from devalloc import OutOfMemory
+from devalloc import Arena, OutOfMemory
 from devalloc.cache import Cache, Policy
+from devalloc.sources import Source, VirtualSource
 from devalloc.sources.source import Capabilities
+from devalloc.sources.virtual_calls import HostPages
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+@contextmanager
+def threads_that_switch(interval: float = 1e-5) -> Iterator[None]:
+    """Threads take turns after so many seconds."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(interval)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def run_watched(
+    works: Iterable[Callable[[], None]], look: Callable[[], None], stop: threading.Event
+) -> None:
+    """Run each of `works` in a thread, all switching often, and `look` beside them until `stop`."""
+    watcher, *threads = [threading.Thread(target=each) for each in (look, *works)]
+    with threads_that_switch():
+        try:
+            for thread in (watcher, *threads):
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            stop.set()
+            watcher.join()
+
+
+@contextmanager
+def audited_arena(source: Source | None = None) -> Iterator[Arena]:
+    """An arena, over the CPU's double of virtual memory if nothing is given, audited in the end."""
+    with Arena(source=source or VirtualSource(torch.device("cpu"), HostPages())) as arena:
+        yield arena
+        arena.cache.audit()
+    gc.collect()
 
 
 class NumberSource:
@@ -43,13 +84,16 @@ class NumberSource:
     def used(self) -> int:
         return sum(self.live.values()) + sum(sum(at.values()) for at in self.parts_of.values())
 
-    def allocate(self, nbytes: int) -> int:
+    def _ask(self, nbytes: int) -> None:
         self.asked.append(nbytes)
         if self.random.random() < self.failing:
             self.failures += 1
             raise OutOfMemory("injected")
         if self.capacity is not None and self.used + nbytes > self.capacity:
             raise OutOfMemory(f"the source has {self.capacity} bytes")
+
+    def allocate(self, nbytes: int) -> int:
+        self._ask(nbytes)
         address = self.next
         self.next += (nbytes + 2 * self.granularity) // self.granularity * self.granularity
         self.live[address] = nbytes
@@ -71,12 +115,7 @@ class NumberSource:
         return address
 
     def map(self, address: int, offset: int, nbytes: int, largest: int) -> None:
-        self.asked.append(nbytes)
-        if self.random.random() < self.failing:
-            self.failures += 1
-            raise OutOfMemory("injected")
-        if self.capacity is not None and self.used + nbytes > self.capacity:
-            raise OutOfMemory(f"the source has {self.capacity} bytes")
+        self._ask(nbytes)
         ends = range(offset, offset + nbytes, largest)
         added = {start: min(largest, offset + nbytes - start) for start in ends}
         present = self.parts_of[address]

@@ -36,7 +36,7 @@ from devalloc.arena import Block
 from devalloc.cache import AutoGrowthPolicy, BfcPolicy, Cache, FrugalPolicy, Policy
 from devalloc.sources import HostSource
 from devalloc.sources.adaptors import AlignedAdaptor
-from tests.arena.support import KIB, MIB, FakeStreams, NumberSource
+from tests.arena.support import KIB, MIB, FakeStreams, NumberSource, threads_that_switch
 
 
 class Interruption:
@@ -425,9 +425,7 @@ class Refusing(NumberSource):
 @pytest.mark.proves("library/block-freed")
 def test_who_frees_again_after_a_failure_races_the_next_owner() -> None:
     """The block is free, but its segment could not be released, and another thread takes it."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
+    with threads_that_switch(1e-6):
         for _ in range(200):
             source = Refusing()
             arena = Arena(source=source, policy=AutoGrowthPolicy(free_idle_chunks="at_once"))
@@ -453,8 +451,6 @@ def test_who_frees_again_after_a_failure_races_the_next_owner() -> None:
             arena.cache.free(others[0])
             arena.cache.audit()
             assert not source.live
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def test_only_the_owner_frees_a_claimed_block() -> None:

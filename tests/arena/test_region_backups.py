@@ -23,6 +23,7 @@ from devalloc.arena.regions import backups, disk, host_memory
 from devalloc.arena.regions.backup_layout import Run, gathered, lay_out, within
 from devalloc.sources import VirtualSource, host, libc
 from devalloc.sources.virtual_calls import HostPages
+from tests.arena.support import audited_arena
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -30,10 +31,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def arena():
-    with Arena(source=VirtualSource(CPU, HostPages())) as made:
+    with audited_arena() as made:
         yield made
-        made.cache.audit()
-    gc.collect()
 
 
 @pytest.fixture

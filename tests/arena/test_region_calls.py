@@ -12,18 +12,15 @@ from devalloc import DevallocError, OutOfMemory
 from devalloc.arena.regions import host_memory
 from devalloc.arena.regions.copies import copies_on
 from devalloc.arena.regions.host_memory import HostMemory
-from devalloc.sources import cudart
 from tests.arena.support import MIB, FakeStreams
-from tests.sources.doubles import FakeRuntime
+from tests.sources.doubles import FakeRuntime, fake_runtime
 
 DEVICE = torch.device("cuda", 0)
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
-    made = FakeRuntime()
-    monkeypatch.setattr(cudart, "runtime", lambda: made)
-    monkeypatch.setattr(cudart, "current", made.current)
+    made = fake_runtime(monkeypatch)
     monkeypatch.setattr(host_memory, "PIECE", MIB)
     yield made
     gc.collect()

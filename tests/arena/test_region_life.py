@@ -15,6 +15,7 @@ import torch
 from devalloc import Arena, DevallocError, InvalidArgument, OutOfMemory
 from devalloc.sources import VirtualSource
 from devalloc.sources.virtual_calls import HostPages
+from tests.arena.support import audited_arena
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -22,10 +23,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def arena():
-    with Arena(source=VirtualSource(CPU, HostPages())) as made:
+    with audited_arena() as made:
         yield made
-        made.cache.audit()
-    gc.collect()
 
 
 def states(arena: Arena) -> dict[str, str]:

@@ -20,6 +20,7 @@ from devalloc import Arena, DevallocError, InvalidArgument, OutOfMemory
 from devalloc.sources import VirtualSource
 from devalloc.sources.cuda_pages import CudaPages
 from devalloc.sources.virtual_calls import HostPages
+from tests.arena.support import audited_arena
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -76,10 +77,8 @@ def source(pages: Failing) -> VirtualSource:
 
 @pytest.fixture
 def arena(source: VirtualSource):
-    with Arena(source=source) as made:
+    with audited_arena(source) as made:
         yield made
-        made.cache.audit()
-    gc.collect()
 
 
 def mapped(arena: Arena) -> int:

@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 from devalloc import Arena, InvalidArgument
 from devalloc.arena.cache import reuse as module
-from tests.arena.support import MIB, FakeStreams
+from tests.arena.support import MIB, FakeStreams, run_watched
 
 SHAPE = (1000,)
 
@@ -411,19 +412,7 @@ def test_threads(policy: str) -> None:
             arena.cache.audit()
             arena.stats()
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    watcher = threading.Thread(target=look)
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    try:
-        for thread in [watcher, *threads]:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        stop.set()
-        watcher.join()
-        sys.setswitchinterval(interval)
+    run_watched([partial(work, seed) for seed in range(4)], look, stop)
     assert not errors, errors[0]
     gc.collect()
     stats = arena.stats()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from devalloc.arena import Block
 from devalloc.cache import AutoGrowthPolicy, Cache
 from devalloc.sources import HostSource
 from devalloc.sources.adaptors import FaultAdaptor, StatisticsAdaptor
-from tests.arena.support import KIB, MIB, FakeEvent, FakeStreams, NumberSource
+from tests.arena.support import KIB, MIB, FakeEvent, FakeStreams, NumberSource, threads_that_switch
 
 THREADS = 8
 SHORT, LONG = 20_000, 100_000
@@ -68,9 +67,7 @@ class Worker(threading.Thread):
 
 def run_audited(workers: Sequence[Worker | ArenaWorker], caches: Sequence[Cache]) -> None:
     """Run threads to their end, which take turns often, and audit the caches all the while."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
+    with threads_that_switch():
         for worker in workers:
             worker.start()
         while any(worker.is_alive() for worker in workers):
@@ -78,8 +75,6 @@ def run_audited(workers: Sequence[Worker | ArenaWorker], caches: Sequence[Cache]
                 cache.audit()
             for worker in workers:
                 worker.join(0.1)
-    finally:
-        sys.setswitchinterval(interval)
     for worker in workers:
         assert worker.error is None, f"seed {worker.seed}: {worker.error!r}"
 

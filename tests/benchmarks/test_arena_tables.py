@@ -31,8 +31,7 @@ def test_the_rows_show_what_was_wanted() -> None:
 
 
 def test_the_table_of_scale_is_that_of_the_newest_rows() -> None:
-    before = read_rows(bench_arena.SCALE_BEFORE)
-    table = arena_tables.scale_table(SCALE_ROWS, before)
+    table = arena_tables.scale_table(SCALE_ROWS)
     assert f"<!-- table:scale -->\n{table}\n<!--" in HOST.read_text()
 
 

@@ -260,8 +260,12 @@ def test_weakened_copies_still_apply(name: str, tmp_path: Path) -> None:
 
 
 def test_no_acquire_is_forgotten() -> None:
-    files = {path.name for path in (ROOT / "kernels").glob("*.py")}
-    acquire = {name for name in files if 'sem="acquire"' in (ROOT / "kernels" / name).read_text()}
+    folder = ROOT / "kernels"
+    acquire = {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*.py")
+        if 'sem="acquire"' in path.read_text()
+    }
     assert {patch.file for patch in litmus.WEAKENED["no-acquires"]} == acquire
 
 

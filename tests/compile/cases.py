@@ -115,11 +115,11 @@ ENTRY_POINTS: dict[str, list[tuple[dict[str, str], int, dict[str, int]]]] = {
         (ROWS | {"heap": DEBUG_HEAP}, 4, MOVED),
     ],
     "devalloc.kernels.rows.scatter_kernel": [(ROWS, 4, MOVED)],
-    "devalloc.kernels.debug_upkeep.malloc_tagged_kernel": [
+    "devalloc.kernels.debug.debug_upkeep.malloc_tagged_kernel": [
         (REQUESTS | {"heap": DEBUG_HEAP, "tag": "i32"}, 1, BLOCK)
     ],
-    "devalloc.kernels.debug_upkeep.clock_kernel": [({"ticks": "*i64"}, 1, {})],
-    "devalloc.kernels.debug_upkeep.audit_kernel": [
+    "devalloc.kernels.debug.debug_upkeep.clock_kernel": [({"ticks": "*i64"}, 1, {})],
+    "devalloc.kernels.debug.debug_upkeep.audit_kernel": [
         ({"heap": DEBUG_HEAP, "live_count": "*i64"}, 1, BLOCK)
     ],
     "devalloc.demo.lists.insert_kernel": [

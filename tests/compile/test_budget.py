@@ -182,7 +182,7 @@ def test_every_entry_point_is_compiled() -> None:
 
 # An ordinary heap's code ------------------------------------------------------------------------
 
-DEBUG_MODULES = ("kernels_$_guards_$_", "kernels_$_table_$_", "kernels_$_debug_$_")
+DEBUG_FOLDER = "kernels_$_debug_$_"
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def compared(measured: Measured) -> dict[str, dict[str, Any]]:
 
 
 def debug_functions(names: list[str]) -> list[str]:
-    return [name for name in names if any(module in name for module in DEBUG_MODULES)]
+    return [name for name in names if DEBUG_FOLDER in name]
 
 
 @pytest.mark.parametrize("kernel", COMPARED)

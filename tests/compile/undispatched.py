@@ -5,8 +5,8 @@ come out as the same code."""
 import triton
 import triton.language as tl
 
+from devalloc.kernels.addresses import usable_any
 from devalloc.kernels.api import as_request, realloc_any
-from devalloc.kernels.blocks import usable_any
 from devalloc.kernels.heap import free_any, malloc_any
 from devalloc.kernels.payload import fill_zero
 

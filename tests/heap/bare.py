@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from devalloc import kernels as da
-from devalloc.heap.audit import audit
 from devalloc.heap.geometry import Geometry, initialise
+from devalloc.heap.heap_audit import audit
 from devalloc.heap.state import Snapshot, State, Stats
 from devalloc.kernels.search import take_what_rests
 from devalloc.kernels.upkeep import trim_kernel, usable_size_kernel

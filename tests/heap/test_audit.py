@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from devalloc import CorruptionError, Heap
-from devalloc.heap import audit as audit_module
-from devalloc.heap.audit import audit
+from devalloc.heap import heap_audit
+from devalloc.heap.heap_audit import audit
 from devalloc.heap.state import RUN, SLAB
 from devalloc.kernels import layout
 from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, PAGE_BYTES
@@ -238,7 +238,7 @@ def test_planted_corruption(name: str, heap: BareHeap) -> None:
 
 
 def test_each_message_of_the_audit_is_planted() -> None:
-    source = Path(audit_module.__file__).read_text()
+    source = Path(heap_audit.__file__).read_text()
     messages = re.findall(r'"(H\d: [^"{]*)', source.partition("def audit")[2])
     messages = [message for message in messages if not message.endswith(".")]
     assert len(messages) > 20

@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from devalloc.heap.audit import audit
 from devalloc.heap.geometry import CLASSES, MAX_PAGES, Geometry, retire
+from devalloc.heap.heap_audit import audit
 from devalloc.heap.state import FREE, SLAB, State
 from devalloc.kernels import layout
-from devalloc.kernels.blocks import block_start, usable_any
+from devalloc.kernels.addresses import block_start, usable_any
 from devalloc.kernels.upkeep import trim_kernel
 from devalloc.report.snapshot_file import load_snapshot, save_snapshot
 from devalloc.sizes import CLASS_SIZES, MAX_SLOT, PAGE_BYTES

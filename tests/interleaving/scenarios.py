@@ -31,6 +31,9 @@ HALF = 32752
 CHURN = 40  # pairs of malloc and free
 
 
+ONCE: Plan = ((Random(), 1),)  # of one program
+
+
 def samples(schedules: int) -> Plan:
     """Fair schedules, and such as change programs rarely."""
     return (
@@ -44,6 +47,12 @@ def samples(schedules: int) -> Plan:
 def mostly(schedules: int, preemptions: int | None = 1, bound: int = 0) -> Plan:
     """Samples; then everything with few preemptions."""
     return (*samples(schedules), (Exhaustive(preemptions), bound or 4 * schedules))
+
+
+def late(first: Turn, second: Turn) -> Plan:
+    """Program 0 has a ticket of a page, and comes to it when program 1 has taken its first turn. It
+    takes back what it added to the page after the second."""
+    return directed(Turn(0, "promise"), first, Turn(0, "pass_over", 3), second, Turn(0), Turn(1))
 
 
 ALL = (
@@ -113,13 +122,7 @@ ALL = (
         ),
         plan=(
             *directed(Turn(0, "promise"), Turn(1, "run_script", 5), Turn(0)),
-            *directed(
-                Turn(0, "promise"),
-                Turn(1, "run_script", 5),
-                Turn(0, "pass_over", 3),
-                Turn(1),
-                Turn(0),
-            ),
+            *late(Turn(1, "run_script", 5), Turn(1)),
             *mostly(30),
         ),
     ),
@@ -134,30 +137,9 @@ ALL = (
             (malloc(1, HALF), free(1), malloc(2, THIRD), free(2), malloc(3, THIRD)),
         ),
         plan=(
-            *directed(
-                Turn(0, "promise"),
-                Turn(1, "run_script", 5),
-                Turn(0, "pass_over", 3),
-                Turn(1, "run_script", 2),
-                Turn(0),
-                Turn(1),
-            ),
-            *directed(
-                Turn(0, "promise"),
-                Turn(1, "run_script", 4),
-                Turn(0, "pass_over", 3),
-                Turn(1, "run_script"),
-                Turn(0),
-                Turn(1),
-            ),
-            *directed(
-                Turn(0, "promise"),
-                Turn(1, "run_script", 4),
-                Turn(0, "pass_over", 3),
-                Turn(1, "open_places", 2),
-                Turn(0),
-                Turn(1),
-            ),
+            *late(Turn(1, "run_script", 5), Turn(1, "run_script", 2)),
+            *late(Turn(1, "run_script", 4), Turn(1, "run_script")),
+            *late(Turn(1, "run_script", 4), Turn(1, "open_places", 2)),
             *mostly(20),
         ),
     ),
@@ -306,14 +288,7 @@ ALL = (
                 Turn(1),
                 Turn(0),
             ),
-            *directed(
-                Turn(0, "promise"),
-                Turn(1, "run_script", 4),
-                Turn(0, "pass_over", 3),
-                Turn(1, "run_script"),
-                Turn(0),
-                Turn(1),
-            ),
+            *late(Turn(1, "run_script", 4), Turn(1, "run_script")),
             *directed(Turn(0, "promise"), Turn(1, "malloc_whole"), Turn(0), Turn(1)),
             *mostly(20),
         ),
@@ -371,7 +346,7 @@ ALL = (
                 malloc_two(5, EIGHTH),
             ),
         ),
-        plan=((Random(), 1),),
+        plan=ONCE,
     ),
     # A page that is kept serves one program again and again.
     Scenario(
@@ -381,7 +356,7 @@ ALL = (
         opened=1,
         nulls=False,
         script=((malloc(0, WORD), free(0), malloc(1, WORD), free(1), malloc(2, WORD)),),
-        plan=((Random(), 1),),
+        plan=ONCE,
     ),
     # One whose place is used up does not outlast its slots.
     Scenario(
@@ -391,7 +366,7 @@ ALL = (
         searches=False,
         nulls=False,
         script=((malloc(0, HALF), malloc(1, HALF), free(0), free(1), malloc(2, THIRD)),),
-        plan=((Random(), 1),),
+        plan=ONCE,
     ),
     # A place was opened when there was no page, and then there is one.
     Scenario(
@@ -402,7 +377,7 @@ ALL = (
         before=(HALF, HALF),
         served=(3,),
         script=((malloc(2, WORD), free(0), free(1), malloc(3, WORD)),),
-        plan=((Random(), 1),),
+        plan=ONCE,
     ),
     Scenario(
         "page_comes_back_to_lanes",
@@ -412,7 +387,7 @@ ALL = (
         before=(HALF, HALF),
         served=(4, 6),
         script=((malloc_two(2, WORD), free(0), free(1), malloc_two(4, WORD)),),
-        plan=((Random(), 1),),
+        plan=ONCE,
     ),
     # An opener takes a page in advance, finds two that are half empty, and gives it back.
     Scenario(
@@ -446,7 +421,7 @@ ALL = (
         pages=3,
         magazines=0,
         script=((malloc_lanes(0, HALF), free(0), free(3), free_lanes(0)),),
-        plan=((Random(), 1),),
+        plan=ONCE,
     ),
     # A page is marked before one of its slots is in a magazine: then it may be another's soon.
     Scenario(
@@ -467,7 +442,7 @@ ALL = (
         nulls=False,
         before=(EIGHTH,) * 8,
         script=((free(3), malloc(8, EIGHTH)),),
-        plan=((Random(), 1),),
+        plan=ONCE,
     ),
     # A search asks a page that is emptied, and is another's, since it looked.
     Scenario(
@@ -599,7 +574,7 @@ ALL = (
         pages=1,
         nulls=False,
         script=((malloc(0, WORD), free(0), malloc(1, PAGE_BYTES)),),
-        plan=((Random(), 1),),
+        plan=ONCE,
     ),
     Scenario(
         "kept_page_rests",
@@ -607,7 +582,7 @@ ALL = (
         magazines=0,
         nulls=False,
         script=((malloc(0, WORD), free(0), malloc(1, HALF)),),
-        plan=((Random(), 1),),
+        plan=ONCE,
     ),
     # While others take and give without end, a malloc that finds nothing gives up: even if there is
     # a change in every pass of its search.

@@ -1,4 +1,4 @@
-"""The table of planted bugs in docs/interleaving.md: ``python -m tests.interleaving.table``.
+"""The list of planted bugs in docs/interleaving.md: ``python -m tests.interleaving.table``.
 
 The rows come from ``killed.csv``, which a run of the tests writes when it is told to:
 ``DEVALLOC_RECORD_MUTANTS=1 python -m pytest tests/interleaving/test_mutants.py``.
@@ -34,12 +34,13 @@ def killed() -> dict[str, tuple[str, int]]:
 
 
 def table() -> str:
+    """By scenario, the mutants that it kills and the schedules that took."""
+    found: dict[str, list[str]] = {}
     rows = killed()
-    lines = ["| mutant | what breaks | killed by | schedules |", "| --- | --- | --- | ---: |"]
     for mutant in ALL:
         scenario, schedules = rows[mutant.name]
-        lines.append(f"| `{mutant.name}` | {mutant.breaks} | `{scenario}` | {schedules} |")
-    return "\n".join(lines) + "\n"
+        found.setdefault(scenario, []).append(f"`{mutant.name}` {schedules}")
+    return "".join(f"- `{name}`: {', '.join(mutants)}\n" for name, mutants in found.items())
 
 
 def with_table(text: str) -> str:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from devalloc.arena.store.blocks import FreeList
 from devalloc.cache import BfcPolicy, Cache, Policy, TorchPolicy
 from devalloc.interop import bridge, pluggable
 from devalloc.interop.pluggable import AllocationWarning
-from tests.arena.support import KIB, MIB, FakeStreams, NumberSource
+from tests.arena.support import KIB, MIB, FakeStreams, NumberSource, run_watched
 from tests.interop.support import Calls, called, require_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,7 +195,7 @@ def test_the_states_of_blocks_are_those_of_the_loan() -> None:
     assert f"FIRST_BLOCK = {front._FIRST}, HOME_SHIFT = {front._HOME_SHIFT}," in text
 
 
-LOOKS: dict[str, Callable[[Cache], object]] = {
+FLUSHES: dict[str, Callable[[Cache], object]] = {
     "stats": lambda cache: cache.stats(),
     "snapshot": lambda cache: cache.snapshot(),
     "audit": lambda cache: cache.audit(),
@@ -205,6 +206,8 @@ LOOKS: dict[str, Callable[[Cache], object]] = {
     "record_history": lambda cache: cache.record_history(None),
     "forget_stream": lambda cache: cache.forget_stream(9),
     "reset_peaks": lambda cache: cache.reset_peaks(),
+}
+LOOKS = FLUSHES | {
     "owns": lambda cache: cache.owns(1),
     "malloc": lambda cache: cache.free(cache.malloc(100)),
 }
@@ -463,20 +466,6 @@ def test_the_codes_of_rows_are_those_of_the_statistics() -> None:
     assert line in text
 
 
-FLUSHES: dict[str, Callable[[Cache], object]] = {
-    "stats": lambda cache: cache.stats(),
-    "snapshot": lambda cache: cache.snapshot(),
-    "audit": lambda cache: cache.audit(),
-    "report": lambda cache: cache.report(),
-    "empty_cache": lambda cache: cache.empty_cache(),
-    "set_limit": lambda cache: cache.set_limit("1GiB"),
-    "private_pool": lambda cache: cache.private_pool().release(),
-    "record_history": lambda cache: cache.record_history(None),
-    "forget_stream": lambda cache: cache.forget_stream(9),
-    "reset_peaks": lambda cache: cache.reset_peaks(),
-}
-
-
 def test_running_out_gives_null(make: Callable[..., Process]) -> None:
     process = make(capacity=20 * MIB)
     address = process.malloc(20 * MIB)
@@ -575,19 +564,7 @@ def test_threads(make: Callable[..., Process]) -> None:
         except BaseException as error:
             errors.append(error)
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    watcher = threading.Thread(target=look)
-    try:
-        for thread in (watcher, *threads):
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        stop.set()
-        watcher.join()
-        sys.setswitchinterval(interval)
+    run_watched([partial(work, seed) for seed in range(6)], look, stop)
     assert not errors, errors[0]
     assert not owners
     stats = process.cache.stats()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -16,7 +15,7 @@ from devalloc.arena.regions import Outside
 from devalloc.interop import pytorch
 from devalloc.sources import VirtualSource
 from devalloc.sources.virtual_calls import HostPages
-from tests.arena.support import MIB
+from tests.arena.support import MIB, audited_arena
 from tests.interop.support import called
 
 CPU = torch.device("cpu")
@@ -49,10 +48,8 @@ class Torch:
 
 @pytest.fixture
 def arena():
-    with Arena(source=VirtualSource(CPU, HostPages())) as made:
+    with audited_arena() as made:
         yield made
-        made.cache.audit()
-    gc.collect()
 
 
 def mapped(arena: Arena) -> int:

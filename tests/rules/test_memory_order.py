@@ -32,7 +32,7 @@ def used(source: str) -> dict[str, str]:
 
 def test_every_atomic_has_its_line() -> None:
     found = {}
-    for path in sorted((ROOT / "kernels").glob("*.py")):
+    for path in sorted((ROOT / "kernels").rglob("*.py")):
         found.update(used(path.read_text()))
     assert dict(ROW.findall(DOCUMENT.read_text())) == found
 

@@ -142,8 +142,11 @@ def test_no_install(checkout: Path, environment: Environment) -> None:
 def test_every_package_is_listed() -> None:
     tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {str(init.parent.relative_to(ROOT)) for init in ROOT.glob("devalloc/**/__init__.py")}
-    packages = {folder.replace(os.sep, ".") for folder in folders} | {"devalloc.kernels"}
+    packages = {
+        ".".join((*above, *init.parent.relative_to(ROOT).parts))
+        for folder, above in (("devalloc", ()), ("kernels", ("devalloc",)))
+        for init in (ROOT / folder).glob("**/__init__.py")
+    }
     assert packages == set(setuptools["packages"])
 
 

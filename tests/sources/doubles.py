@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from devalloc import OutOfMemory
-from devalloc.sources import Capabilities, Segment, Source
+from devalloc.sources import Capabilities, Segment, Source, cudart
 from devalloc.sources.source import require_free, require_request
 
 
@@ -80,6 +81,14 @@ class CrookedSource(CountingSource):
     def free(self, address: int, nbytes: int, stream: int | None = None) -> None:
         require_free("crooked memory", address, nbytes)
         super().free(address - 64, nbytes + 64, stream)
+
+
+def fake_runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    """In place of CUDA's runtime until the test ends."""
+    made = FakeRuntime()
+    monkeypatch.setattr(cudart, "runtime", lambda: made)
+    monkeypatch.setattr(cudart, "current", made.current)
+    return made
 
 
 class FakeRuntime:

@@ -12,17 +12,15 @@ import pytest
 import torch
 
 from devalloc import DevallocError, InvalidArgument, InvalidFree, OutOfMemory
-from devalloc.sources import AsyncSource, CudaSource, PinnedSource, Segment, Source, cudart
-from tests.sources.doubles import FakeRuntime
+from devalloc.sources import AsyncSource, CudaSource, PinnedSource, Segment, Source
+from tests.sources.doubles import FakeRuntime, fake_runtime
 
 DEVICE = torch.device("cuda", 0)
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
-    made = FakeRuntime()
-    monkeypatch.setattr(cudart, "runtime", lambda: made)
-    monkeypatch.setattr(cudart, "current", made.current)
+    made = fake_runtime(monkeypatch)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 8 << 30))
     yield made
     gc.collect()  # what the test made is finished with this runtime, not with the next

@@ -7,12 +7,11 @@ from collections import deque
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from devalloc.arena.policies.policy import (
-    MIN_BLOCK,
     ROUND_LARGE,
     SMALL_MAX,
     SMALL_SEGMENT,
     FrontRule,
-    Policy,
+    TwoPoolPolicy,
 )
 from devalloc.arena.store.blocks import Block, Segment
 from devalloc.errors import InvalidArgument
@@ -36,7 +35,7 @@ class _GivenBack(NamedTuple):
 
 
 @dataclasses.dataclass
-class FrugalPolicy(Policy):
+class FrugalPolicy(TwoPoolPolicy):
     """Sets no new record of reserved bytes while a segment lies idle.
 
     A miss (a request that no free block serves) that would reserve more than ever before first
@@ -106,16 +105,6 @@ class FrugalPolicy(Policy):
         self._record = max(self.allowance, store.reserved)
         self._regrets = 0
         self._given_back = deque(maxlen=_REMEMBERED)
-
-    def round(self, nbytes: int) -> int:
-        return max(MIN_BLOCK, round_up(nbytes, MIN_BLOCK))
-
-    @property
-    def unit(self) -> int:
-        return MIN_BLOCK
-
-    def pool_of(self, size: int) -> int:
-        return 0 if size <= SMALL_MAX else 1
 
     @property
     def front_rule(self) -> FrontRule:

@@ -181,6 +181,20 @@ class Policy:
         }
 
 
+class TwoPoolPolicy(Policy):
+    """Base of the policies with PyTorch's rounding and its two pools."""
+
+    def round(self, nbytes: int) -> int:
+        return max(MIN_BLOCK, round_up(nbytes, MIN_BLOCK))
+
+    @property
+    def unit(self) -> int:
+        return MIN_BLOCK
+
+    def pool_of(self, size: int) -> int:
+        return 0 if size <= SMALL_MAX else 1
+
+
 def two_pool_segment(size: int) -> int:
     """Bytes of the segment for a block, as TinyTorch and PyTorch choose them."""
     if size <= SMALL_MAX:

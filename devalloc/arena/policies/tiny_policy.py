@@ -5,8 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-from devalloc.arena.policies.policy import MIN_BLOCK, SMALL_MAX, FrontRule, Policy, two_pool_segment
-from devalloc.sizes import round_up
+from devalloc.arena.policies.policy import (
+    MIN_BLOCK,
+    SMALL_MAX,
+    FrontRule,
+    TwoPoolPolicy,
+    two_pool_segment,
+)
 
 if TYPE_CHECKING:
     from devalloc.arena.store.blocks import Block
@@ -15,22 +20,12 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass
-class TinyPolicy(Policy):
+class TinyPolicy(TwoPoolPolicy):
     """TinyTorch's rules: two pools, best fit, a rule for splitting in each pool, and one retry
     after releasing idle segments."""
 
     name: ClassVar[str] = "tiny"
     zero_is_null: ClassVar[bool] = False
-
-    def round(self, nbytes: int) -> int:
-        return max(MIN_BLOCK, round_up(nbytes, MIN_BLOCK))
-
-    @property
-    def unit(self) -> int:
-        return MIN_BLOCK
-
-    def pool_of(self, size: int) -> int:
-        return 0 if size <= SMALL_MAX else 1
 
     @property
     def front_rule(self) -> FrontRule:

@@ -12,7 +12,7 @@ from devalloc.arena.policies.policy import (
     MIN_BLOCK,
     SMALL_MAX,
     FrontRule,
-    Policy,
+    TwoPoolPolicy,
     two_pool_segment,
 )
 from devalloc.arena.store.blocks import Block, FreeList, Segment
@@ -40,7 +40,7 @@ def next_division(nbytes: int, divisions: int) -> int:
 
 
 @dataclasses.dataclass
-class TorchPolicy(Policy):
+class TorchPolicy(TwoPoolPolicy):
     """PyTorch's rules.
 
     Parameters
@@ -132,14 +132,7 @@ class TorchPolicy(Policy):
         divisions = self._divisions[interval]
         if divisions > 1 and nbytes > MIN_BLOCK * divisions:
             return next_division(nbytes, divisions)
-        return max(MIN_BLOCK, round_up(nbytes, MIN_BLOCK))
-
-    @property
-    def unit(self) -> int:
-        return MIN_BLOCK
-
-    def pool_of(self, size: int) -> int:
-        return 0 if size <= SMALL_MAX else 1
+        return super().round(nbytes)
 
     def find(self, store: Store, home: FreeList, size: int, freed_before: int | None) -> int | None:
         found = home.find(size)

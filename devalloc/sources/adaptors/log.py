@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from types import TracebackType
 
 from devalloc.errors import DevallocError, InvalidArgument
 from devalloc.sizes import quote
@@ -150,12 +149,7 @@ class LogAdaptor(Adaptor):
     def __enter__(self) -> LogAdaptor:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

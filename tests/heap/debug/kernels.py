@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from devalloc import kernels as da
-from devalloc.kernels.guards import near_end
-from devalloc.kernels.table import padded_size
+from devalloc.kernels.debug.block_table import padded_size
+from devalloc.kernels.debug.guards import near_end
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from devalloc import Overflow, UseAfterFree
-from devalloc.kernels.table import HEAD_WORDS
+from devalloc.kernels.debug.block_table import HEAD_WORDS
 from devalloc.sizes import PAGE_BYTES
 from tests import user_kernels as uk
 from tests.conftest import ON_GPU

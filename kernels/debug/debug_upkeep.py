@@ -3,20 +3,10 @@
 import triton
 import triton.language as tl
 
-from .api import malloc
-from .atomics import atomic_load
-from .guards import (
-    any_bit,
-    diagnose_lanes,
-    far_end,
-    front_wrong,
-    near_end,
-    near_wrong,
-    poisoned_words,
-    span_changed,
-)
-from .lanes import any_lane, count_lanes
-from .layout import (
+from ..api import malloc
+from ..atomics import atomic_load
+from ..lanes import any_lane, count_lanes
+from ..layout import (
     LENGTH,
     NUM_CLASSES,
     PAGE_LOG2,
@@ -25,7 +15,7 @@ from .layout import (
     load_records,
     page_word_ptr,
 )
-from .table import (
+from .block_table import (
     BY_AUDIT,
     CELL_LOG2,
     PAGE_CELLS,
@@ -40,6 +30,16 @@ from .table import (
     mark_epoch,
     mark_ptr,
     mark_use,
+)
+from .guards import (
+    any_bit,
+    diagnose_lanes,
+    far_end,
+    front_wrong,
+    near_end,
+    near_wrong,
+    poisoned_words,
+    span_changed,
 )
 
 

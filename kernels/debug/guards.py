@@ -28,10 +28,10 @@ the program has threads, and branches are taken on what was reduced over all thr
 import triton
 import triton.language as tl
 
-from .atomics import atomic_load
-from .bits import lowest_bit
-from .lanes import any_lane, first_lane, is_block, lane_index, pick
-from .layout import (
+from ..atomics import atomic_load
+from ..bits import lowest_bit
+from ..lanes import any_lane, first_lane, is_block, lane_index, pick
+from ..layout import (
     LENGTH,
     MAX_SLOT,
     PAGE_LOG2,
@@ -44,8 +44,9 @@ from .layout import (
     page_word_ptr,
     place_of,
 )
-from .payload import as_column
-from .table import (
+from ..payload import as_column
+from ..target import has_ptx
+from .block_table import (
     ALL_WORD,
     E_OVERFLOW,
     E_USE_AFTER_FREE,
@@ -57,7 +58,6 @@ from .table import (
     mark_use,
     record_fault,
 )
-from .target import has_ptx
 
 POISON_BYTE = 0xDB
 POISON = tl.constexpr(0xDBDBDBDBDBDBDBDB - (1 << 64))

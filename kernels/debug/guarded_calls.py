@@ -1,13 +1,13 @@
 """malloc, free, usable_size, zeros and realloc of a debug heap.
 
 A layer over ``heap``: it asks for more than the user does, keeps an entry per block in the table
-(``table``), and looks at the guards (``guards``) whenever it has a block to itself.
+(``block_table``), and looks at the guards (``guards``) whenever it has a block to itself.
 
 Shared words and their writers
     *Entry*: the malloc that claimed the block stores it; a free clears the live bit in it. A free
     whose `and` finds the bit set has the block to itself, for the heap's own live bit is still set:
     it looks at the guards, poisons the block, and only then gives it to ``heap.free_any``.
-    *Mark*: see ``table``.
+    *Mark*: see ``block_table``.
 Linearisation
     malloc: as in ``heap``. free: other frees see the clearing of the entry's live bit, mallocs see
     the subtraction from the page word; a second free in between is a double free either way. A free
@@ -26,32 +26,10 @@ Progress
 import triton
 import triton.language as tl
 
-from .atomics import atomic_cas, atomic_load, fence
-from .guards import (
-    any_bit,
-    as_mask,
-    block_at,
-    columns,
-    diagnose_lanes,
-    far_end,
-    front_wrong,
-    head_wrong,
-    load_entry,
-    load_head,
-    load_once,
-    near_end,
-    near_wrong,
-    poison_head,
-    poison_span,
-    poisoned_words,
-    span_changed,
-    tile_ptr,
-    watches_all,
-    write_guards,
-)
-from .heap import free_any, locate, malloc_any
-from .lanes import any_lane, first_lane, lane_index, pick
-from .layout import (
+from ..atomics import atomic_cas, atomic_load, fence
+from ..heap import free_any, locate, malloc_any
+from ..lanes import any_lane, first_lane, lane_index, pick
+from ..layout import (
     E_DOUBLE_FREE,
     E_INVALID_FREE,
     ERRORS,
@@ -60,8 +38,8 @@ from .layout import (
     load_base,
     place_of,
 )
-from .payload import as_column, copy, fill_zero
-from .table import (
+from ..payload import as_column, copy, fill_zero
+from .block_table import (
     BY_FREE,
     BY_MALLOC,
     BY_REALLOC,
@@ -85,6 +63,28 @@ from .table import (
     page_use,
     record_fault,
     renewed,
+)
+from .guards import (
+    any_bit,
+    as_mask,
+    block_at,
+    columns,
+    diagnose_lanes,
+    far_end,
+    front_wrong,
+    head_wrong,
+    load_entry,
+    load_head,
+    load_once,
+    near_end,
+    near_wrong,
+    poison_head,
+    poison_span,
+    poisoned_words,
+    span_changed,
+    tile_ptr,
+    watches_all,
+    write_guards,
 )
 
 # malloc ---------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ While the block lives, the page has no other use, so all who change the mark wri
 import triton
 import triton.language as tl
 
-from .layout import (
+from ..layout import (
     ERRORS,
     MAX_SLOT,
     PAGE_LOG2,
@@ -53,7 +53,7 @@ from .layout import (
     program_index,
     size_class,
 )
-from .target import has_ptx, is_interpreted, nanoseconds
+from ..target import has_ptx, is_interpreted, nanoseconds
 
 TABLE_WORD = tl.constexpr(16)  # of the control block: address of the table
 ENTRIES_WORD = tl.constexpr(17)  # index in the table of the first word of the entries
