@@ -136,7 +136,7 @@ def info() -> None:
     "--heap",
     "heap_bytes",
     type=SizeType(),
-    help="Capacity, such as 64MiB. Default: at least eight times what the edges need.",
+    help="Capacity, such as 64MiB. Default: the heap begins with 4 MiB and grows by itself.",
 )
 @click.option(
     "--output",

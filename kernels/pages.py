@@ -135,11 +135,12 @@ def take_any(heap, need):
     its lanes, from the first on, have one each."""
     lane = tl.arange(0, 64)
     words = free_row(heap)
-    chunks = (load_pages(heap) + 63) >> 6
+    there = (load_pages(heap) + 63) >> 6
+    chunks = load_chunks(heap)
     # One program after the other, from the front: if all is free there, no two of them meet.
     guess = (program_index() & ((1 << 24) - 1)) * need
     chunk = guess >> 6
-    chunk = tl.where(chunk < chunks, chunk, chunk % chunks)
+    chunk = tl.where(chunk < there, chunk, chunk % there)
     low = tl.minimum(guess & 63, 64 - need)
     mask = low_mask(need) << low.to(tl.int64)
     pages = lane * 0

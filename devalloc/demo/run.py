@@ -22,9 +22,9 @@ from devalloc import Heap
 from devalloc.demo.graph import Graph
 from devalloc.demo.lists import ENTRY_BYTES, AdjacencyLists
 from devalloc.demo.reference import expected_lists, first_difference
-from devalloc.errors import CorruptionError, OutOfMemory
-from devalloc.heap.state import FREE, Snapshot
-from devalloc.report.memory_map import save_memory_map
+from devalloc.errors import CorruptionError, InvalidArgument, OutOfMemory
+from devalloc.heap.state import Snapshot
+from devalloc.report.memory_map import save_memory_map, taken_pages
 from devalloc.sizes import format_size
 
 BATCHES = 16
@@ -41,7 +41,7 @@ class Step:
     entries: int  # in all lists, afterwards
     lists: int  # that are not empty
     used: int  # by blocks, whose sizes are rounded up
-    peak: int  # of pages, so far
+    mapped: int  # memory behind the heap, its state among it
     snapshot: Snapshot
 
     @property
@@ -51,8 +51,8 @@ class Step:
 
     @property
     def pages(self) -> int:
-        """That are not free."""
-        return int(np.count_nonzero(self.snapshot.page_kind != FREE))
+        """That are in use."""
+        return int(np.count_nonzero(taken_pages(self.snapshot)))
 
     @property
     def in_pages(self) -> int:
@@ -142,6 +142,8 @@ class Job:
                 f"everything was freed, but {format_size(stats.used)} are in use and the "
                 f"largest free block has {format_size(stats.largest_free)}"
             )
+        # (A heap that grows gives its memory back.)
+        self.heap.trim()
         return self.step("free", len(self.kept), seconds)
 
     def on_device(self, edges: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -184,7 +186,7 @@ class Job:
             entries=int(lengths.sum()),
             lists=int((lengths > 0).sum()),
             used=stats.used,
-            peak=stats.peak,
+            mapped=stats.mapped,
             snapshot=self.heap.snapshot(),
         )
 
@@ -205,8 +207,11 @@ def run_demo(
     graph : Graph
     output : str or Path
         The PNG file for maps of the heap after each step.
-    heap_bytes, batch : int, optional
-        Capacity of the heap, and edges per launch; by default chosen from the number of edges.
+    heap_bytes : int, optional
+        Capacity of the heap. By default the heap begins with a chunk and grows by itself; where it
+        cannot, the capacity is chosen from the number of edges.
+    batch : int, optional
+        Edges per launch; by default chosen from the number of edges.
     seed : int
         The same seed gives the same job.
     device : str, optional
@@ -234,21 +239,36 @@ def run_demo(
             highlight=False,
             soft_wrap=True,
         )
-    capacity = default_heap_bytes(graph.edges) if heap_bytes is None else heap_bytes
     with (
-        Heap(capacity, device=device) as heap,
+        make_heap(graph.edges, heap_bytes, device) as heap,
         launching_on(heap.device),
         progress_bar() as progress,
     ):
         job = Job(graph, heap, batch or default_batch(graph.edges), seed, progress)
         steps = job.run()
-        capacity = heap.capacity
-    console.print(table_of(steps, capacity))
+        size = describe_size(heap)
+    console.print(table_of(steps, size))
     console.print(*explanation(steps), sep="\n", highlight=False, soft_wrap=True)
     heading = f"{graph.edges:,} edges in {steps[0].lists:,} lists that grow in the kernel"
     save_memory_map(output, *panels(steps), heading, notes(steps), caption(steps))
     console.print(f"picture: {output}", highlight=False, soft_wrap=True)
     return steps
+
+
+def make_heap(edges: int, heap_bytes: int | None, device: str | None) -> Heap:
+    """A heap of a given size, or one that grows by itself, where that is possible."""
+    if heap_bytes is None:
+        try:
+            return Heap(SMALLEST_HEAP, device=device, grow="auto")
+        except InvalidArgument:  # no virtual memory on this device
+            heap_bytes = default_heap_bytes(edges)
+    return Heap(heap_bytes, device=device)
+
+
+def describe_size(heap: Heap) -> str:
+    if heap.limit == heap.capacity:
+        return f"heap of {format_size(heap.capacity)}"
+    return f"heap that grows by itself, up to {format_size(heap.limit)}"
 
 
 @contextmanager
@@ -270,10 +290,10 @@ def progress_bar() -> Progress:
     )
 
 
-def table_of(steps: Sequence[Step], capacity: int) -> Table:
+def table_of(steps: Sequence[Step], title: str) -> Table:
     """What the steps did, one row each."""
     table = Table(
-        title=f"heap of {format_size(capacity)}",
+        title=title,
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -287,7 +307,7 @@ def table_of(steps: Sequence[Step], capacity: int) -> Table:
         "needed",
         "in blocks",
         "in pages",
-        "most pages\nso far",
+        "mapped",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     for step in steps:
@@ -299,7 +319,7 @@ def table_of(steps: Sequence[Step], capacity: int) -> Table:
             format_size(step.exact),
             format_size(step.used),
             format_size(step.in_pages),
-            format_size(step.peak),
+            format_size(step.mapped),
         )
     return table
 
@@ -311,6 +331,7 @@ def explanation(steps: Sequence[Step]) -> list[str]:
         f"needed: {ENTRY_BYTES} bytes for each edge that is left",
         "in blocks: the lists' blocks; a list has room for a power of two of edges",
         f"in pages: what the heap holds for them, in pages of {page}, each for one size of block",
+        "mapped: memory behind the heap and its state; a heap that grows gives it back in the end",
     ]
     build, delete = steps[0], steps[1]
     if delete.in_pages > build.in_pages:
@@ -339,9 +360,10 @@ def panels(steps: Sequence[Step]) -> tuple[list[Snapshot], list[str]]:
 
 
 def notes(steps: Sequence[Step]) -> list[str]:
-    """A line under each title: bytes of lists, and of the pages that hold them."""
+    """A line under each title: bytes of lists, of the pages that hold them, and of the heap."""
     return [
-        f"{format_size(step.used)} in blocks, {format_size(step.in_pages)} in pages"
+        f"{format_size(step.used)} in blocks, {format_size(step.in_pages)} in pages, "
+        f"{format_size(step.mapped)} mapped"
         for step in steps
     ]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -25,7 +25,7 @@ from devalloc.errors import InvalidArgument
 from devalloc.heap.geometry import CHUNK_PAGES, Geometry
 from devalloc.kernels import layout
 from devalloc.sizes import PAGE_BYTES, format_size
-from devalloc.sources import Segment
+from devalloc.sources import Segment, cudart
 
 if TYPE_CHECKING:
     from devalloc.heap.debug_table import DebugTable
@@ -143,12 +143,12 @@ class Growth:
             If the source has not so much memory; nothing has changed then.
         """
         self._require_this_process()
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._stream is not None and torch.cuda.is_current_stream_capturing():
             raise InvalidArgument(
                 "a heap cannot grow in the capture of a graph: grow it before or after; kernels of "
                 "the graph see it when the graph is replayed"
             )
-        with self.lock:
+        with self.lock, self._current():
             before = self.capacity
             wanted = -(-nbytes // CHUNK_BYTES)
             if before + wanted * CHUNK_BYTES > self.limit:
@@ -252,7 +252,11 @@ class Growth:
     def _put(self, first: int, words: torch.Tensor) -> None:
         self._handle[first : first + len(words)].copy_(words, non_blocking=True)
 
-    def _copies(self) -> _Copies | nullcontext[None]:
+    def _current(self) -> AbstractContextManager[object]:
+        """In this context the driver's calls have a device, also in a thread that had none."""
+        return nullcontext() if self._stream is None else cudart.current(self._device)
+
+    def _copies(self) -> AbstractContextManager[None]:
         return nullcontext() if self._stream is None else _Copies(self._stream)
 
     # Shrinking ------------------------------------------------------------------------------------
@@ -264,7 +268,7 @@ class Growth:
         and says for each piece whether it did.
         """
         self._require_this_process()
-        with self.lock:
+        with self.lock, self._current():
             pieces = [
                 ((offset - self._front) // CHUNK_BYTES, nbytes // CHUNK_BYTES)
                 for offset, nbytes in self._source.parts(
@@ -284,7 +288,7 @@ class Growth:
             return given
 
 
-class _Copies:
+class _Copies(AbstractContextManager[None]):
     """Within it copies go to a stream of their own; at its end they are done."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:

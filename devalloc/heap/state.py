@@ -95,7 +95,8 @@ class Stats:
 class Snapshot:
     """The pages of a heap at one moment: everything needed to draw or compare it.
 
-    One entry per page: ``page_kind`` (0 free, 1 slab, 2 run, 3 given back to the device),
+    ``capacity`` is the bytes of all pages, also of those that were given back. One entry per
+    page: ``page_kind`` (0 free, 1 slab, 2 run, 3 given back to the device),
     ``page_class`` (size class of a slab page, else -1), ``page_live`` and ``page_slots`` (live
     slots and all slots of a slab page, else 0), ``run_pages`` (length in pages of a run, at its
     first page, else 0).
@@ -288,7 +289,7 @@ class State:
 
     def snapshot(self, device: str) -> Snapshot:
         return Snapshot(
-            capacity=self.capacity,
+            capacity=self.pages * PAGE_BYTES,
             page_bytes=PAGE_BYTES,
             class_sizes=CLASS_SIZES,
             page_kind=np.where(

@@ -1,9 +1,10 @@
 """A picture of a heap: one cell per page, several moments side by side.
 
-A free page is light grey, a large allocation dark (its first page darker), and a page of slots has
-a colour for the size of its slots. Its live share is the height of the coloured bar in the cell,
-or, where cells are too small for bars, the depth of the colour. Pages at the end of the heap that
-are free in every snapshot are left out, and counted in a line of text.
+A free page is light grey, one that was given back to the device almost white, a large allocation
+dark (its first page darker), and a page of slots has a colour for the size of its slots. Its live
+share is the height of the coloured bar in the cell, or, where cells are too small for bars, the
+depth of the colour. Pages at the end of the heap that are free in every snapshot are left out, and
+counted in a line of text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from matplotlib.colors import hsv_to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from devalloc.heap.state import FREE, RUN, SLAB, Snapshot
+from devalloc.heap.state import ABSENT, RUN, SLAB, Snapshot
 from devalloc.sizes import format_size
 
 RGB = tuple[float, float, float]
@@ -28,6 +29,7 @@ RGB = tuple[float, float, float]
 FREE_COLOUR: RGB = (0.90, 0.91, 0.93)
 RUN_COLOUR: RGB = (0.30, 0.35, 0.40)
 RUN_HEAD_COLOUR: RGB = (0.10, 0.13, 0.16)
+ABSENT_COLOUR: RGB = (0.97, 0.97, 0.98)
 NO_PAGE_COLOUR: RGB = (1.0, 1.0, 1.0)
 
 BARRED_PAGES = 1024  # cells are bars, with lines between them, up to this many pages
@@ -53,6 +55,7 @@ def page_colours(snapshot: Snapshot) -> np.ndarray:
     colours[slab] = slab_colours(snapshot.page_class[slab], fill, len(snapshot.class_sizes))
     colours[snapshot.page_kind == RUN] = RUN_COLOUR
     colours[snapshot.run_pages > 0] = RUN_HEAD_COLOUR
+    colours[snapshot.page_kind == ABSENT] = ABSENT_COLOUR
     return colours
 
 
@@ -63,10 +66,13 @@ def columns_for(pages: int) -> int:
 
 def summary(snapshot: Snapshot) -> str:
     """The line of counts under a map's title."""
-    kinds = np.bincount(snapshot.page_kind, minlength=3)
+    kinds = np.bincount(snapshot.page_kind, minlength=4)
     live, slots = int(snapshot.page_live.sum()), int(snapshot.page_slots.sum())
-    taken = len(snapshot.page_kind) - int(kinds[FREE])
-    parts = [f"{taken:,} of {len(snapshot.page_kind):,} pages taken"]
+    taken = int(kinds[SLAB] + kinds[RUN])
+    there = len(snapshot.page_kind) - int(kinds[ABSENT])
+    parts = [f"{taken:,} of {there:,} pages taken"]
+    if kinds[ABSENT]:
+        parts.append(f"{kinds[ABSENT]:,} given back")
     if slots:
         parts.append(f"{live:,} of {slots:,} slots live")
     runs = int(np.count_nonzero(snapshot.run_pages))
@@ -75,11 +81,16 @@ def summary(snapshot: Snapshot) -> str:
     return ", ".join(parts)
 
 
+def taken_pages(snapshot: Snapshot) -> np.ndarray:
+    """Which pages are neither free nor given back."""
+    return (snapshot.page_kind == SLAB) | (snapshot.page_kind == RUN)
+
+
 def shown_pages(snapshots: Sequence[Snapshot]) -> int:
     """Pages to draw: up to the last one that any snapshot uses, and the rest of its row."""
     most = max(len(snapshot.page_kind) for snapshot in snapshots)
     used = max(
-        (int(np.flatnonzero(each.page_kind != FREE).max(initial=-1)) + 1 for each in snapshots),
+        (int(np.flatnonzero(taken_pages(each)).max(initial=-1)) + 1 for each in snapshots),
         default=0,
     )
     columns = columns_for(used or most)
@@ -154,6 +165,8 @@ def label_pages(axes: Axes, snapshot: Snapshot, pages: int, columns: int) -> Non
 def legend_entries(snapshots: Sequence[Snapshot]) -> list[Patch]:
     """What the colours mean, for the kinds of page and the size classes that occur."""
     entries = [Patch(facecolor=FREE_COLOUR, label="free")]
+    if any((snapshot.page_kind == ABSENT).any() for snapshot in snapshots):
+        entries.append(Patch(facecolor=ABSENT_COLOUR, label="given back", edgecolor=FREE_COLOUR))
     if any((snapshot.page_kind == RUN).any() for snapshot in snapshots):
         entries.append(Patch(facecolor=RUN_COLOUR, label="large, first page darker"))
     sizes: dict[int, RGB] = {}

@@ -9,7 +9,7 @@ import numpy as np
 
 from devalloc.common.foreign import refusing
 from devalloc.errors import InvalidArgument
-from devalloc.heap.state import FREE, RUN, SLAB, Snapshot
+from devalloc.heap.state import ABSENT, FREE, SLAB, Snapshot
 
 FORMAT = "devalloc heap snapshot 1"
 PAGE_TABLES = ("page_kind", "page_class", "page_live", "page_slots", "run_pages")
@@ -63,8 +63,8 @@ def checked_snapshot(fields: dict[str, np.ndarray]) -> Snapshot:
             raise ValueError(f"{name} does not have one integer per page")
     class_sizes = tuple(int(size) for size in fields["class_sizes"])
     kinds, classes = tables["page_kind"], tables["page_class"]
-    if kinds.min() < FREE or kinds.max() > RUN:
-        raise ValueError("a page is neither free nor in a slab nor in a run")
+    if kinds.min() < FREE or kinds.max() > ABSENT:
+        raise ValueError("a page is of no known kind")
     if classes.min() < -1 or classes.max() >= len(class_sizes):
         raise ValueError("a page has an unknown size class")
     if classes[kinds == SLAB].min(initial=0) < 0:

@@ -27,7 +27,9 @@ from devalloc.demo.run import (
     Job,
     caption,
     default_heap_bytes,
+    describe_size,
     explanation,
+    make_heap,
     run_demo,
     table_of,
 )
@@ -199,10 +201,10 @@ def test_the_table_keeps_blocks_and_pages_apart(tmp_path: Path) -> None:
     with Heap("1MiB") as heap, Progress(disable=True) as progress:
         build, delete, free = Job(graph, heap, 100, 0, progress).run()
     for step in (build, delete, free):
-        assert step.exact <= step.used <= step.in_pages <= step.peak
+        assert step.exact <= step.used <= step.in_pages < step.mapped
         assert step.in_pages == step.pages * step.snapshot.page_bytes
-    headings = [str(column.header) for column in table_of([build, delete, free], 1 << 20).columns]
-    assert headings[4:] == ["needed", "in blocks", "in pages", "most pages\nso far"]
+    headings = [str(column.header) for column in table_of([build, delete, free], "").columns]
+    assert headings[4:] == ["needed", "in blocks", "in pages", "mapped"]
     grown = replace(delete, snapshot=replace(delete.snapshot, page_kind=build.snapshot.page_kind))
     shrunk = replace(build, snapshot=free.snapshot)
     assert MORE_PAGES in explanation([shrunk, grown, free])
@@ -221,6 +223,30 @@ def test_a_planted_difference_is_found() -> None:
     fewer = expected_lists(graph, np.arange(graph.edges - 1))
     vertex = graph.sources[-1]
     assert f"list {vertex} has" in str(first_difference(fewer, (offsets, entries)))
+
+
+def test_the_heap_grows_by_itself(tmp_path: Path) -> None:
+    """And gives back what it does not need in the end."""
+    graph = random_graph(vertices=60, edges=900, seed=5)
+    with make_heap(graph.edges, None, None) as heap, Progress(disable=True) as progress:
+        assert "heap that grows by itself, up to" in describe_size(heap)
+        full = heap.malloc([heap.capacity])  # so that the lists need more than there is
+        build = Job(graph, heap, 100, 0, progress).build()
+        assert heap.capacity == 8 << 20
+        assert build.mapped > 8 << 20
+        heap.free(full)
+        assert heap.trim() == 4 << 20
+    with make_heap(graph.edges, 1 << 20, None) as heap:
+        assert heap.capacity == heap.limit == 1 << 20
+        assert describe_size(heap) == "heap of 1 MiB"
+
+
+def test_the_table_fits_a_narrow_terminal(tmp_path: Path) -> None:
+    graph = random_graph(vertices=60, edges=900, seed=5)
+    with Console(file=(tmp_path / "log").open("w"), width=80) as console:
+        run_demo(graph, tmp_path / "map.png", console=console)
+    assert "mapped" in (text := (tmp_path / "log").read_text())
+    assert "…" not in text
 
 
 def test_the_chosen_heap_is_large_enough() -> None:

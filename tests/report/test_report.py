@@ -207,7 +207,7 @@ def test_files_that_are_no_snapshot(tmp_path: Path, mixed: Snapshot) -> None:
         ("capacity", 0),
         ("page_live", np.zeros(5, dtype=np.int32)),
         ("page_slots", np.zeros(6)),
-        ("page_kind", np.full(6, 3, dtype=np.uint8)),
+        ("page_kind", np.full(6, 4, dtype=np.uint8)),
         ("page_class", np.full(6, len(CLASS_SIZES), dtype=np.int16)),
         ("page_class", np.full(6, -1, dtype=np.int16)),
         ("capacity", np.inf),
