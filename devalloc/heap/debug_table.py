@@ -7,6 +7,7 @@ rest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -165,7 +166,11 @@ class DebugTable:
         self._everything = everything
         self._entries = (block_table.MARKS.value + pages + 1) // 2 * 2
         self.segment = Segment(source, self.words_of(pages) * 8, mapped=not grows)
-        self._words = self.segment.view().view(torch.int64)
+
+    @cached_property
+    def _words(self) -> torch.Tensor:
+        # (Not before there is memory, in a heap that grows.)
+        return self.segment.view().view(torch.int64)
 
     def words_of(self, pages: int) -> int:
         """Length of the table up to the entries of the first ``pages`` pages."""

@@ -73,7 +73,6 @@ class Growth:
         self._geometry = geometry
         self._table = table
         self._mapped = {id(control): 0} | ({id(table.segment): 0} if table else {})
-        self._handle = control.view().view(torch.int64)
         self._device = data.source.device
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -126,11 +125,14 @@ class Growth:
 
     def map_first(self, chunks: int) -> None:
         """Map the first chunks of a new heap, whose state is written afterwards."""
-        if self._front:
-            self._source.map(self._data.address, 0, self._front, LARGEST_PIECE)
-        self._map_state(chunks)
-        self._map_data([(0, chunks)], self._piece(chunks))
+        with self._current():
+            if self._front:
+                self._source.map(self._data.address, 0, self._front, LARGEST_PIECE)
+            self._map_state(chunks)
+            self._map_data([(0, chunks)], self._piece(chunks))
         self.chunks = chunks
+        # (Not before: a tensor is made of memory that is there.)
+        self._handle = self._control.view().view(torch.int64)
 
     def grow(self, nbytes: int) -> int:
         """Add at least ``nbytes``; returns by how much the capacity has grown.
@@ -142,12 +144,7 @@ class Growth:
         OutOfMemory
             If the source has not so much memory; nothing has changed then.
         """
-        self._require_this_process()
-        if self._stream is not None and torch.cuda.is_current_stream_capturing():
-            raise InvalidArgument(
-                "a heap cannot grow in the capture of a graph: grow it before or after; kernels of "
-                "the graph see it when the graph is replayed"
-            )
+        self.require_allowed()
         with self.lock, self._current():
             before = self.capacity
             wanted = -(-nbytes // CHUNK_BYTES)
@@ -178,11 +175,17 @@ class Growth:
         """Whether this process made the heap, and was not forked from it."""
         return os.getpid() == self._process
 
-    def _require_this_process(self) -> None:
+    def require_allowed(self) -> None:
+        """Raise InvalidArgument where a heap can neither grow nor give memory back."""
         if not self.is_ours:
             raise InvalidArgument(
                 f"the heap belongs to process {self._process}; a process that was forked from it "
                 "can neither grow nor trim it"
+            )
+        if self._stream is not None and torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument(
+                "a heap can neither grow nor give memory back in the capture of a graph: do it "
+                "before or after; kernels of the graph see it when the graph is replayed"
             )
 
     @staticmethod
@@ -267,7 +270,6 @@ class Growth:
         ``take(firsts, counts)`` takes the chunks of a piece out of use if all their pages are free,
         and says for each piece whether it did.
         """
-        self._require_this_process()
         with self.lock, self._current():
             pieces = [
                 ((offset - self._front) // CHUNK_BYTES, nbytes // CHUNK_BYTES)

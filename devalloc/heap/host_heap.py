@@ -171,10 +171,6 @@ class Heap(Owner):
         # An arena's memory may be asleep for a while.
         self._refusal_at = getattr(source, "refusal_at", None)
         self._data: Segment | None = data
-        self._handle = self._control.view().view(torch.int64)
-        # What kernels get. Its type marks a debug heap.
-        self._argument = self._handle if self._debug is None else self._handle.view(torch.uint64)
-        mark_static(self._argument)
         self._growth: Growth | None = None
         self._bell: Bell | None = None
         if grows:
@@ -183,6 +179,10 @@ class Heap(Owner):
             if grow == "auto":
                 self._bell = Bell(self._growth, self.device)
                 self._control.keeps = (*keeps, self._bell.word)
+        self._handle = self._control.view().view(torch.int64)
+        # What kernels get. Its type marks a debug heap.
+        self._argument = self._handle if self._debug is None else self._handle.view(torch.uint64)
+        mark_static(self._argument)
         self._initialise()
         if self._bell is not None:
             watch(self._bell)
@@ -788,11 +788,17 @@ class Heap(Owner):
         Raises
         ------
         InvalidArgument
-            In the capture of a graph, if the heap has a limit.
+            In the capture of a graph and in a process that was forked, if the heap has a limit.
         """
+        self._require_open()
+        if self._growth is not None:
+            self._growth.require_allowed()
         self._rest()
         if self._growth is None or self._debug is not None:
             return 0
+        if self.device.type == "cuda":
+            # (Kernels before may still wait for the heap to grow, which needs the lock.)
+            torch.cuda.current_stream(self.device).synchronize()
         with self._growth.lock:
             given = self._growth.give_back(self._take_chunks)
             if given and self._bell is not None:

@@ -255,6 +255,8 @@ def test_a_graph_that_is_replayed_sees_the_heap_grow() -> None:
             insist_kernel[(1,)](heap.handle, out, 2 * MIB, 0)
             with pytest.raises(InvalidArgument, match="in the capture of a graph"):
                 heap.grow(1)
+            with pytest.raises(InvalidArgument, match="in the capture of a graph"):
+                heap.trim()
         got = set()
         for turn in range(100):
             if turn % 2 == 0:
