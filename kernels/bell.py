@@ -3,7 +3,7 @@
 Growing itself needs no kernel, so it also works while programs that wait for it fill the device.
 The host maps memory, and then copies words that no kernel writes: EXTENT, the free row's words of
 new chunks, which are 0 until then (kernels only clear bits of pages that they do not own), and
-ANSWERS, in this order.
+ANSWERS, in this order. Before ANSWERS it sets the hints to 0, since they may be beyond.
 
 Shared words and their writers
     *EXTENT*: pages that have a record. The host; it only rises. A kernel that reads an old value

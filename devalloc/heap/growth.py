@@ -205,6 +205,8 @@ class Growth:
                 for at in range(first, first + count, len(self._ones)):
                     length = min(first + count - at, len(self._ones))
                     self._put(self._geometry.rows + at, self._ones[:length])
+            # (These may lie far behind what there was.)
+            self._reset_hints()
         self.chunks = extent
 
     def next_answer(self, more: bool) -> int:
@@ -254,6 +256,22 @@ class Growth:
 
     def _put(self, first: int, words: torch.Tensor) -> None:
         self._handle[first : first + len(words)].copy_(words, non_blocking=True)
+
+    def _reset_hints(self) -> None:
+        """Let programs look for pages from the front of the heap on."""
+        step, copies = layout.HINT_STRIDE.value, layout.HINT_COPIES.value
+        first = layout.HINTS.value
+        hints = self._handle[first : first + copies * step : step]
+        if self._stream is None:
+            hints.copy_(self._hints)
+        else:
+            # (A copy of PyTorch's with a stride would be a kernel.)
+            runtime = cudart.runtime()
+            (status,) = runtime.cudaMemcpy2DAsync(
+                hints.data_ptr(), step * 8, self._hints.data_ptr(), 8, 8, copies,
+                runtime.cudaMemcpyKind.cudaMemcpyHostToDevice, self._stream.cuda_stream,
+            )  # fmt: skip
+            cudart.check(status, "cudaMemcpy2DAsync")
 
     def _current(self) -> AbstractContextManager[object]:
         """In this context the driver's calls have a device, also in a thread that had none."""
