@@ -77,14 +77,15 @@ class Growth:
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
+        self._zeros = self._words(_PATTERN_WORDS, 0)
+        self._ones = self._words(_PATTERN_WORDS // 32, -1)
+        self._hints = self._words(layout.HINT_COPIES.value, 0)
+        self._word = self._words(layout.EXTENT_COPIES.value, 0)
+
+    def _words(self, length: int, value: int) -> torch.Tensor:
         # (Copied from pinned memory, no step needs a multiprocessor.)
         pinned = self._stream is not None
-        self._zeros = torch.zeros(
-            _PATTERN_WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned
-        )
-        self._ones = torch.full((1 << 12,), -1, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        copies = layout.EXTENT_COPIES.value
-        self._word = torch.zeros(copies, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        return torch.full((length,), value, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
     # What there is --------------------------------------------------------------------------------
 

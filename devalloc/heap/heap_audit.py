@@ -61,11 +61,11 @@ def _audit_words(state: State) -> None:
     start, step = layout.HINTS.value, layout.HINT_STRIDE.value
     hints = state.fixed[start : start + layout.HINT_COPIES.value * step : step]
     wrong = (hints < 0) | (hints >= g.chunks)
-    _fail(wrong, "H3: hints of where free pages begin that lie beyond the heap", "copy", hints)
+    _fail(wrong, "H3: hints of where free pages begin that lie beyond the heap", "word", hints)
     if g.grows:
         first = layout.EXTENT.value
         extents = state.fixed[first : first + layout.EXTENT_COPIES.value]
-        _fail(extents != state.pages, "H4: how far the heap has grown is wrong", "copy", extents)
+        _fail(extents != state.pages, "H4: how far the heap has grown is wrong", "word", extents)
     beyond = np.array(
         [int(state.row_bits(row)[state.pages :].sum()) for row in range(len(state.rows))]
     )
