@@ -127,22 +127,22 @@ class Heap(Owner):
         if grow not in (None, "auto"):
             raise InvalidArgument(f'grow is "auto" or None, not {grow!r}')
         grows = grow is not None or limit is not None
-        capacity = parse_size(capacity)
-        if capacity < PAGE_BYTES:
+        least = parse_size(capacity)
+        if least < PAGE_BYTES:
             raise InvalidArgument(
                 f"a heap of {capacity!r} cannot hold one page of {format_size(PAGE_BYTES)}"
             )
         self.device = resolve_device(device)
         source = self._source_of(source, grows)
-        chunks = -(-capacity // CHUNK_BYTES)
+        chunks = -(-least // CHUNK_BYTES)
         if limit is not None:
             most = parse_size(limit)
-            if most < capacity:
+            if most < least:
                 raise InvalidArgument(
-                    f"a limit of {format_size(most)} is below the capacity, {format_size(capacity)}"
+                    f"a limit of {format_size(most)} is below the capacity, {format_size(least)}"
                 )
         else:
-            most = max(capacity, memory_of(self.device)) if grows else capacity
+            most = max(least, memory_of(self.device)) if grows else least
         pages = most // PAGE_BYTES
         if grows:
             pages = -(-most // CHUNK_BYTES) * CHUNK_PAGES

@@ -110,6 +110,9 @@ ENTRY_POINTS: dict[str, list[tuple[dict[str, str], int, dict[str, int]]]] = {
     "devalloc.kernels.upkeep.free_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.usable_size_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.trim_kernel": [(HEAP, 1, {})],
+    "devalloc.kernels.bell.take_chunks_kernel": [
+        (HEAP | {"firsts": "*i64", "counts": "*i64", "taken": "*i64"}, 1, {})
+    ],
     "devalloc.kernels.rows.gather_kernel": [
         (ROWS, 4, MOVED),
         (ROWS | {"heap": DEBUG_HEAP}, 4, MOVED),

@@ -273,7 +273,7 @@ class View:
         self.records = words[first : first + self.pages * stride].reshape(self.pages, stride)
         self.rows = words[geometry.rows : geometry.rows + geometry.chunks]
         self.spans = words[geometry.magazine_words :][: geometry.magazines]
-        self.lines = words[layout.LINES.value : first : layout.LINE_STRIDE.value]
+        self.lines = words[geometry.line_words]
         self.errors = words[layout.ERRORS.value : layout.RECORD_COUNT.value]
         # For each class, where in the words of a page the live bits of its slots lie.
         places = np.zeros((len(CLASS_SIZES), 64), dtype=np.uint64)
