@@ -56,6 +56,17 @@ COLUMNS = (
 OLDER = {"param": "", "registers": "0", "allocator": "devalloc", "state": "warm", "p99": ""}
 
 
+def summary(numbers: Sequence[float]) -> dict[str, object]:
+    """The cells of a row that say how its values are distributed."""
+    ordered = sorted(numbers)
+    return {
+        "median": f"{ordered[len(ordered) // 2]:.6g}",
+        "min": f"{ordered[0]:.6g}",
+        "max": f"{ordered[-1]:.6g}",
+        "rounds": len(ordered),
+    }
+
+
 class RowFile:
     """A CSV file of rows, made with the first row; every row is on disk when `write` returns."""
 

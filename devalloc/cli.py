@@ -269,6 +269,7 @@ class Benchmarks(click.Group):
         "arena": "arena.bench_arena",
         "compare": "tables.compare",
         "device": "device.bench_device",
+        "growing": "device.bench_growing",
         "litmus": "stress.bench_litmus",
         "order": "device.bench_order",
         "plot": "tables.plots",

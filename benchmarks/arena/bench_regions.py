@@ -22,7 +22,7 @@ from rich.console import Console
 
 from benchmarks.child import Child
 from benchmarks.options import require_device
-from benchmarks.results import PROVENANCE, RESULTS, RowFile
+from benchmarks.results import PROVENANCE, RESULTS, RowFile, summary
 from benchmarks.tables.tables import table
 
 if TYPE_CHECKING:
@@ -227,16 +227,6 @@ def markdown(rows: list[dict[str, str]]) -> str:
     return "\n\n".join(texts)
 
 
-def values(numbers: Sequence[float]) -> dict[str, object]:
-    ordered = sorted(numbers)
-    return {
-        "median": f"{ordered[len(ordered) // 2]:.6g}",
-        "min": f"{ordered[0]:.6g}",
-        "max": f"{ordered[-1]:.6g}",
-        "rounds": len(ordered),
-    }
-
-
 @click.command("regions")
 @click.option("--out", type=click.Path(path_type=Path), default=FOLDER, help="Folder of results.")
 @click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
@@ -263,7 +253,7 @@ def main(out: Path, rounds: int, device: str, memory_saver: Path | None) -> None
     def tell(case: str, blocks: int, size: int, op: str, unit: str, found: list[float],
              check: str) -> None:  # fmt: skip
         row = {"case": case, "blocks": blocks, "bytes": size, "op": op, "unit": unit,
-               **values(found), "check": check}  # fmt: skip
+               **summary(found), "check": check}  # fmt: skip
         file.write({**source, **row})
         console.print(f"{case:<35} {blocks:>5}  {op:<24} {row['median']:>9} {unit:<7} {check}")
 
