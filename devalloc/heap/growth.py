@@ -63,6 +63,7 @@ class Growth:
         """From the first to the last that there ever were: so many have records."""
         self.last_answer = 0
         """What ANSWERS holds."""
+        self._kept = 0
         self.lock = threading.RLock()
         self._process = os.getpid()
         self._absent: list[tuple[int, int]] = []
@@ -131,7 +132,7 @@ class Growth:
                 self._source.map(self._data.address, 0, self._front, LARGEST_PIECE)
             self._map_state(chunks)
             self._map_data([(0, chunks)], self._piece(chunks))
-        self.chunks = chunks
+        self.chunks = self._kept = chunks
         # (Not before: a tensor is made of memory that is there.)
         self._handle = self._control.view().view(torch.int64)
 
@@ -284,17 +285,18 @@ class Growth:
     # Shrinking ------------------------------------------------------------------------------------
 
     def give_back(self, take: Callable[[list[int], list[int]], list[bool]]) -> int:
-        """Unmap pieces whose chunks are all free; returns the bytes.
+        """Unmap pieces whose chunks are all free, but those that a heap was made with; returns the
+        bytes.
 
         ``take(firsts, counts)`` takes the chunks of a piece out of use if all their pages are free,
         and says for each piece whether it did.
         """
         with self.lock, self._current():
+            begin = self._front + self._kept * CHUNK_BYTES
+            length = (self.chunks - self._kept) * CHUNK_BYTES
             pieces = [
                 ((offset - self._front) // CHUNK_BYTES, nbytes // CHUNK_BYTES)
-                for offset, nbytes in self._source.parts(
-                    self._data.address, self._front, self.chunks * CHUNK_BYTES
-                )
+                for offset, nbytes in self._source.parts(self._data.address, begin, length)
             ]
             if not pieces:
                 return 0

@@ -775,7 +775,7 @@ class Heap(Owner):
 
     def trim(self) -> int:
         """Make all free that is not live, and give free memory of a heap that grows back to the
-        device; returns the bytes.
+        device; returns the bytes. The capacity that the heap was made with stays.
 
         Never needed for correctness: a malloc that finds no memory takes what rests, too. Memory is
         given back in the pieces in which the heap grew (4 MiB for steps below 32 MiB, a quarter of
