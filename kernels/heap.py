@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .atomics import atomic_load, fence
 from .bell import ask_for_pages, load_answers, may_grow
-from .bits import divide, halves, join, lsr
+from .bits import divide, halves, join, lsr, mix
 from .groups import alike
 from .lanes import (
     any_lane,
@@ -54,6 +54,7 @@ from .layout import (
     place_of,
     place_page,
     place_ptr,
+    program_index,
     size_class,
     slab_word,
     slots_of,
@@ -65,7 +66,7 @@ from .lines import (
     groups,
     leaders,
     leave_account,
-    leave_page,
+    leave_one,
     leave_pages,
     open_places,
     pass_over,
@@ -76,7 +77,7 @@ from .lines import (
 from .live import another, claim_others, heard, live_bit, speak_for, word_period
 from .pages import take_any, window
 from .record import record_error
-from .search import search
+from .search import malloc_run, search_slots
 from .target import anew
 
 GROUP = tl.constexpr(32)  # lanes of a block of several classes that are served together
@@ -223,55 +224,19 @@ def has_no_page(span):
     return (span & PAGE_MASK) == PAGE_MASK
 
 
-@triton.jit(noinline=True)
-def malloc_last(heap, nbytes, count):
-    """A span from a search, which looks again after the heap has grown, if it can. If there is
-    none, 0, and all of these ``count`` lanes have failed."""
-    answers = load_answers(heap)
-    span = search(heap, nbytes, count)
-    while (span == 0) & may_grow(heap, answers, nbytes):
-        answers = ask_for_pages(heap, nbytes, answers)
-        span = search(heap, nbytes, count)
-    if span == 0:
-        kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
-        record_error(heap, kind + 0, span, nbytes, count)
-    return span
-
-
 @triton.jit
-def malloc_alike(heap, nbytes, addr, rest, rounds, polls: tl.constexpr):
-    """``addr``, with blocks of ``nbytes`` for the ``rest`` lanes: those of one class at a time, or a
-    run. Draws tickets for slots, until ``rounds`` is ROUNDS, and then searches. (Of lanes that draw
-    there are fewer than a page has slots.)"""
+def malloc_alike(heap, cls, same, rank, need, polls: tl.constexpr):
+    """Slots of one class for ``need`` lanes, numbered by ``rank``, fewer than a page has."""
+    addr = (rank * 0).to(tl.int64)
+    rounds = 0
     given_heap = heap
-    while any_lane(rest):
+    while (need > 0) & (rounds < ROUNDS):
         heap = anew(given_heap)
-        sizes = anew(nbytes)
-        small = (sizes > 0) & (sizes <= MAX_SLOT)
-        classes = size_class(tl.where(small, sizes, 1).to(tl.int32))
-        same = rest
-        if is_block(rest):
-            # (Slots come first, and each run by itself.)
-            nth = tl.where(small, classes, NUM_CLASSES + lane_index(rest))
-            same = rest & (nth == tl.min(tl.where(rest, nth, 1 << 30), axis=0))
-        first = first_lane(same)
-        size = pick(sizes, first)
-        cls = pick(classes, first)
-        need = count_lanes(same)
-        span = size & 0
-        second = span
-        third = span
-        searches = (rounds >= ROUNDS) | (size <= 0) | (size > MAX_SLOT)
-        if searches:
-            span = malloc_last(heap, size, need)
-        else:
-            span, second, third = draw_spans(heap, cls, need, polls)
-            # (Then a search is next.)
-            no_page = has_no_page(span) | has_no_page(second) | has_no_page(third)
-            rounds = tl.where(no_page, ROUNDS, rounds + 1)
-        failed = searches & (span == 0)
-        index = rank_of(same)
-        span += (index * 0).to(tl.int64)
+        span, second, third = draw_spans(heap, cls, need, polls)
+        # (Then a search is next.)
+        no_page = has_no_page(span) | has_no_page(second) | has_no_page(third)
+        index = rank
+        span += (rank * 0).to(tl.int64)
         beyond = index >= span_count(span)
         index = tl.where(beyond, index - span_count(span), index)
         span = tl.where(beyond, second, span)
@@ -281,7 +246,46 @@ def malloc_alike(heap, nbytes, addr, rest, rounds, polls: tl.constexpr):
         good = same & (index < span_count(span))
         where = claim_span(heap, span, class_bytes(cls), index, good, acquired=False)
         addr = tl.where(good, where, addr)
-        rest = rest & tl.where(failed, same == 0, good == 0)
+        same = same & (good == 0)
+        need = count_lanes(same)
+        if need > 0:
+            rank = rank_of(same)
+        rounds = tl.where(no_page, ROUNDS, rounds + 1)
+    return addr
+
+
+@triton.jit(noinline=True)
+def search_block(heap, nbytes, count):
+    """A block of ``nbytes`` (int64 scalar) from a search; ``count`` lanes want one like it. Returns
+    its address, or 0 if there is none."""
+    addr = nbytes * 0
+    if nbytes > MAX_SLOT:
+        addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
+    elif nbytes > 0:
+        cls = size_class(nbytes.to(tl.int32))
+        found = search_slots(heap, cls)
+        if found >= 0:
+            size = class_bytes(cls)
+            slots = slots_of(size)
+            slot = (mix(program_index() + count) & 0x7FFF) * slots >> 15
+            granule = slot * (size >> 4)
+            granule = claim_others(load_records(heap), found, granule, size, found >= 0)
+            addr = address_of(load_base(heap), found, granule)
+    return addr
+
+
+@triton.jit(noinline=True)
+def malloc_last(heap, nbytes, count):
+    """:func:`search_block`, and if it finds nothing, again after the heap has grown, if it can. If
+    there is no block, 0, and all these lanes have failed."""
+    answers = load_answers(heap)
+    addr = search_block(heap, nbytes, count)
+    while (addr == 0) & may_grow(heap, answers, nbytes):
+        answers = ask_for_pages(heap, nbytes, answers)
+        addr = search_block(heap, nbytes, count)
+    if addr == 0:
+        kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
+        record_error(heap, kind + 0, addr, nbytes, count)
     return addr
 
 
@@ -312,11 +316,17 @@ def malloc_whole(heap, cls, same, rank, n):
 
 
 @triton.jit(noinline=True)
-def release_span(heap, span):
-    """Give the slots of a span back to the account of their page (int64 scalar). Returns 0."""
-    # What was done in these slots happens before what the page's next owners do.
-    fence(heap + ERRORS)
-    return leave_page(heap, (span & PAGE_MASK).to(tl.int32), span_count(span))
+def release_span(heap, word):
+    """Give the slots of a span back to the account of their page (int64 scalar; 0: none)."""
+    if word != 0:
+        count = span_count(word)
+        page = (word & PAGE_MASK).to(tl.int32)
+        # What was done in these slots happens before what the page's next owners do.
+        fence(heap + ERRORS)
+        one = (word & 0) + count
+        now = tl.atomic_add(page_word_ptr(load_records(heap), page), -one, sem="relaxed") - one
+        leave_account(heap, page, now, count, count > 0, runs=False)
+    return word
 
 
 @triton.jit
@@ -337,9 +347,7 @@ def take_span(heap, cls, count):
     word = tl.atomic_xchg(ptr, tl.full((), 0, tl.int64), sem="acquire")
     wanted = (count.to(tl.int64) << SPAN_COUNT) + ((cls + 1).to(tl.int64) << SPAN_CLASS)
     if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):
-        word = tl.atomic_xchg(ptr, word, sem="acq_rel")
-        if word != 0:
-            word = release_span(heap, word).to(tl.int64)
+        word = release_span(heap, tl.atomic_xchg(ptr, word, sem="acq_rel")) & 0
     return word
 
 
@@ -371,28 +379,41 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
         small = rest & small
         if is_block(nbytes):
             left = count_lanes(small)
-            rounds = left * 0
             # (Of a block that fills more than 64 pages, more may be left than a page has slots.)
             alone = (any_lane(small & (classes != cls)) == 0) & (left < class_slots(cls))
-            if alone == 0:
-                rounds += ROUNDS
-                if width(nbytes) > GROUP:
-                    # A few lanes at a time: wider, this would decide how many registers it needs.
-                    lane = lane_index(nbytes)
-                    group = tl.arange(0, GROUP)
-                    at = first_lane(small) & -GROUP
-                    while at < nbytes.shape[0]:
-                        kinds = tl.gather(tl.where(small, classes, -1), at + group, 0)
-                        part = malloc_mixed(heap, tl.maximum(kinds, 0), kinds >= 0, polls)
-                        mine = small & (lane >= at) & (lane < at + GROUP)
-                        more = tl.gather(part, tl.where(mine, lane - at, 0), 0)
-                        addr = tl.where(mine, more, addr)
-                        at = first_lane(small & (lane >= at + GROUP)) & -GROUP
-                else:
-                    more = malloc_mixed(heap, classes, small, polls)
+            if alone:
+                if left > 0:
+                    more = malloc_alike(heap, cls, small, rank_of(small), left, polls)
                     addr = tl.where(small, more, addr)
+            elif width(nbytes) > GROUP:
+                # A few lanes at a time: wider, this would decide how many registers it needs.
+                lane = lane_index(nbytes)
+                group = tl.arange(0, GROUP)
+                at = first_lane(small) & -GROUP
+                while at < nbytes.shape[0]:
+                    kinds = tl.gather(tl.where(small, classes, -1), at + group, 0)
+                    part = malloc_mixed(heap, tl.maximum(kinds, 0), kinds >= 0, polls)
+                    mine = small & (lane >= at) & (lane < at + GROUP)
+                    addr = tl.where(mine, tl.gather(part, tl.where(mine, lane - at, 0), 0), addr)
+                    at = first_lane(small & (lane >= at + GROUP)) & -GROUP
+            else:
+                more = malloc_mixed(heap, classes, small, polls)
+                addr = tl.where(small, more, addr)
             rest = rest & (addr == 0)
-            addr = malloc_alike(heap, nbytes, addr, rest, rounds, polls)
+            at = first_lane(rest)
+            given_heap = heap
+            asked = anew(nbytes)
+            small = rest & (asked > 0) & (asked <= MAX_SLOT)
+            classes = size_class(tl.where(small, asked, 1).to(tl.int32))
+            while at < width(rest):
+                heap = anew(given_heap)
+                # What one lane does not find, others of its class do not find either.
+                nth = tl.where(small, classes, NUM_CLASSES + lane_index(nbytes))
+                same = rest & (nth == pick(nth, at))
+                more = malloc_last(heap, pick(nbytes, at), count_lanes(same))
+                addr = tl.where(lane_index(rest) == at, more, addr)
+                rest = rest & tl.where(more == 0, same == 0, lane_index(rest) != at)
+                at = first_lane(rest)
         else:
             addr = malloc_scalar(heap, nbytes, polls)
     tl.debug_barrier()
@@ -402,8 +423,14 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
 @triton.jit(noinline=True)
 def malloc_scalar(heap, nbytes, polls: tl.constexpr):
     """:func:`malloc_any` for a scalar size that is not 0, when the magazine has nothing."""
-    zero = nbytes * 0
-    return malloc_alike(heap, nbytes, zero, zero == 0, zero.to(tl.int32), polls)
+    addr = nbytes * 0
+    one = addr.to(tl.int32) + 1
+    if (nbytes > 0) & (nbytes <= MAX_SLOT):
+        cls = size_class(nbytes.to(tl.int32))
+        addr = malloc_alike(heap, cls, one == 1, one * 0, one, polls)
+    if addr == 0:
+        addr = malloc_last(heap, nbytes, one)
+    return addr
 
 
 # free ---------------------------------------------------------------------------------------------
@@ -461,7 +488,7 @@ def free_scalar(heap, addr, inside, page, granule):
             span = span_of(page, divide(granule << 4, size), page * 0 + 1, cls)
             kept = put_span(heap, cls, span, word)
         if kept == 0:
-            leave_page(heap, page, page * 0 + 1)
+            leave_one(heap, page)
         count_frees(heap, page * 0 + 1)
     else:
         report_wrong(heap, addr)

@@ -156,7 +156,8 @@ def retire_run(heap, page, word):
 
 @triton.jit
 def leave_account(heap, page, now, counts, speaks, runs: tl.constexpr = True):
-    """What follows after ``counts`` left the accounts of pages, which left their words ``now``."""
+    """What follows after ``counts`` left the accounts of pages, which left their words ``now``.
+    Without ``runs`` all pages are slabs."""
     out = page_out(now)
     # (What was added to a page that is free, and taken back, leaves nothing to do.)
     slab = speaks & ((now & (KEPT + SLAB)) == SLAB)
@@ -180,11 +181,11 @@ def leave_account(heap, page, now, counts, speaks, runs: tl.constexpr = True):
 
 
 @triton.jit(noinline=True)
-def leave_page(heap, page, count):
-    """Take ``count`` slots, or a run, out of the account of ``page`` (int32 scalars). Returns 0."""
-    change = -count.to(tl.int64)
-    now = tl.atomic_add(page_word_ptr(load_records(heap), page), change, sem="relaxed") + change
-    leave_account(heap, page, now, count, page >= 0)
+def leave_one(heap, page):
+    """Take one slot, or a run, out of the account of ``page`` (int32 scalar). Returns 0."""
+    one = (page & 0).to(tl.int64) + 1
+    now = tl.atomic_add(page_word_ptr(load_records(heap), page), -one, sem="relaxed") - one
+    leave_account(heap, page, now, page * 0 + 1, page >= 0)
     return page * 0
 
 

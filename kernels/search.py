@@ -18,18 +18,19 @@ from .layout import (
     LENGTH,
     MAGAZINE_MASK,
     MAGAZINES,
-    MAX_SLOT,
-    PAGE_LOG2,
     PAGE_MASK,
+    PAGE_WORD,
     REACHED,
     RUN,
     SLAB,
+    address_of,
     bit_of,
     class_row,
     class_slots,
     free_row,
     hint_ptr,
     is_slab_of,
+    load_base,
     load_immutable,
     load_pages,
     load_records,
@@ -37,12 +38,10 @@ from .layout import (
     page_word_ptr,
     program_count,
     program_index,
-    size_class,
     slab_word,
     span_count,
-    span_of,
 )
-from .lines import leave_account, leave_page, promise, retire, touch_words
+from .lines import leave_account, leave_one, promise, retire, touch_words
 from .pages import give_pages, give_run, one_of, run_bits
 
 PASSES = tl.constexpr(16)
@@ -118,24 +117,23 @@ def take_what_rests(heap):
 
 
 @triton.jit(noinline=True)
-def ask(heap, cls, page, count):
-    """Ask ``page`` for ``count`` slots of class ``cls`` (int32 scalars). Returns how many it
-    promised."""
-    granted = promise(heap, page, cls, count, class_slots(cls), count > 0)
-    if granted < count:
-        leave_page(heap, page, count - granted)
-    return granted
+def ask(heap, cls, page):
+    """Ask ``page`` for one slot of class ``cls`` (int32 scalars). Returns it, or -1."""
+    one = page * 0 + 1
+    granted = promise(heap, page, cls, one, class_slots(cls), one == 1)
+    if granted == 0:
+        leave_one(heap, page)
+    return tl.where(granted == 1, page, -1)
 
 
 @triton.jit(noinline=True)
-def search_slots(heap, cls, count):
-    """Promise up to ``count`` slots of class ``cls`` (int32 scalars), all of one page, wherever there
-    are any. Returns a span of them, or 0 if there are none."""
+def search_slots(heap, cls):
+    """Promise a slot of class ``cls`` (int32 scalar), wherever there is one. Returns the page, or
+    -1 if there is none."""
     lane = tl.arange(0, 64)
     slots = class_slots(cls)
     chunks = (load_pages(heap) + 63) >> 6
     found = cls * 0 - 1
-    granted = cls * 0
     before = (cls * 0).to(tl.int64)
     passes = cls * 0
     while (found < 0) & (passes < PASSES):
@@ -160,35 +158,31 @@ def search_slots(heap, cls, count):
                     some = word != 0
                 weight = (2 * (at + lane) + 1).to(tl.int64)
                 seen += tl.sum(tl.where(tries == 0, word, 0) * weight, axis=0)
-                choices = count_lanes(some)
-                if choices > 0:
+                count = count_lanes(some)
+                if count > 0:
                     salt = mix(program_index() + tries * 977 + passes * 7919)
-                    chosen = some & (rank_of(some) == one_of(choices, salt))
+                    chosen = some & (rank_of(some) == one_of(count, salt))
                     index = at + tl.sum(tl.where(chosen, lane, 0), axis=0)
-                    page = index
                     if kind == 2:
-                        granted = ask(heap, cls, page, count)
+                        found = ask(heap, cls, index)
                     else:
                         bit = next_bit(pick(word, index - at), (salt >> 16) & 63)
                         old = tl.atomic_and(row + index, bit_of(bit) ^ -1, sem="relaxed")
                         if (old & bit_of(bit)) != 0:
-                            page = index * 64 + bit
                             if kind == 0:
-                                granted = ask(heap, cls, page, count)
+                                found = ask(heap, cls, index * 64 + bit)
                             else:
-                                granted = tl.minimum(count, slots)
-                                state = slab_word(cls, slots) + granted
-                                ptr = page_word_ptr(load_records(heap), page)
+                                found = index * 64 + bit
+                                state = slab_word(cls, slots) + 1
+                                ptr = page_word_ptr(load_records(heap), found)
                                 tl.atomic_add(ptr, state, sem="acquire")
                                 tl.atomic_max(ptr + REACHED, state & 0 | 1, sem="relaxed")
                             # (Others may use the rest.)
-                            rest = tl.where(granted * 2 < slots, bit_of(bit), 0)
-                            rest = tl.where(granted > 0, rest, 0)
+                            rest = tl.where((found >= 0) & (slots > 2), bit_of(bit), 0)
                             tl.atomic_or(class_row(heap, cls) + index, rest, sem="relaxed")
-                    found = tl.where(granted > 0, page, -1)
                 # (Others were first: look at the same words again, but a bounded number of times.)
-                lost = lost | ((choices > 0) & (found < 0)).to(tl.int32)
-                tries = tl.where((choices > 0) & (tries < PASSES), tries + 1, 0)
+                lost = lost | ((count > 0) & (found < 0)).to(tl.int32)
+                tries = tl.where((count > 0) & (tries < PASSES), tries + 1, 0)
                 at += tl.where(tries > 0, 0, 64)
             kind += 1
         passes += 1
@@ -197,8 +191,7 @@ def search_slots(heap, cls, count):
             if (rested == 0) & (lost == 0) & (passes > 1) & (seen == before):
                 passes += PASSES
             before = seen
-    slot = (mix(program_index() + count) & 0x7FFF) * (slots - granted + 1) >> 15
-    return tl.where(found >= 0, span_of(found, slot, granted, cls), 0)
+    return found
 
 
 # Runs ---------------------------------------------------------------------------------------------
@@ -290,10 +283,9 @@ def find_run(heap, n):
 
 
 @triton.jit(noinline=True)
-def search_run(heap, length):
-    """Take ``length`` adjacent pages (int64 scalar). Returns a span whose one slot is the first of
-    them, not yet claimed, or 0 if there are no such pages."""
-    span = length * 0
+def malloc_run(heap, length):
+    """Allocate ``length`` pages (int64 scalar): the address, or 0."""
+    addr = length * 0
     if length <= load_pages(heap):
         page = find_run(heap, length.to(tl.int32))
         if page >= 0:
@@ -304,18 +296,7 @@ def search_run(heap, length):
             tl.atomic_xchg(ptr + LENGTH, length, sem="relaxed")
             tl.atomic_max(ptr + REACHED, length, sem="relaxed")
             old = tl.atomic_add(ptr, (length & 0) + (RUN + 1), sem="relaxed")
-            # (The live bit after the page word: the span is made of what was there.)
-            span = span_of(page, page * 0, page * 0 + 1, page * 0) + lsr(old, 63)
-    return span
-
-
-@triton.jit(noinline=True)
-def search(heap, nbytes, count):
-    """A span of at most ``count`` blocks (int32 scalar) of ``nbytes`` (int64 scalar), promised and
-    not yet claimed; 0 if there are none."""
-    span = nbytes * 0
-    if nbytes > MAX_SLOT:
-        span = search_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
-    elif nbytes > 0:
-        span = search_slots(heap, size_class(nbytes.to(tl.int32)), count)
-    return span
+            # (The live bit after the page word, so it is made of what was there.)
+            tl.atomic_or(ptr - PAGE_WORD, lsr(old, 63) + 1, sem="relaxed")
+            addr = address_of(load_base(heap), page, page * 0)
+    return addr

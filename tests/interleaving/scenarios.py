@@ -460,18 +460,6 @@ ALL = (
             *samples(16),
         ),
     ),
-    # Lanes that search together are promised some of the slots that they want.
-    Scenario(
-        "lanes_search",
-        pages=1,
-        magazines=0,
-        before=(EIGHTH,) * 8,
-        script=(
-            (free(0), free(1), free(2), malloc_lanes(8, EIGHTH)),
-            (free(3), malloc(12, EIGHTH)),
-        ),
-        plan=samples(16),
-    ),
     # A search and a line want the page that is free.
     Scenario(
         "search_or_line",
