@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = CHUNK_PAGES * PAGE_BYTES
 LARGEST_PIECE = 256 << 20
-_PATTERN_WORDS = 1 << 17
+_ZEROS = 1 << 19
+_ONES = 1 << 12
 
 
 class Growth:
@@ -78,15 +80,13 @@ class Growth:
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
-        self._zeros = self._words(_PATTERN_WORDS, 0)
-        self._ones = self._words(_PATTERN_WORDS // 32, -1)
-        self._hints = self._words(layout.HINT_COPIES.value, 0)
-        self._word = self._words(layout.EXTENT_COPIES.value, 0)
-
-    def _words(self, length: int, value: int) -> torch.Tensor:
         # (Copied from pinned memory, no step needs a multiprocessor.)
         pinned = self._stream is not None
-        return torch.full((length,), value, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self._zeros = _pattern(_ZEROS, 0, pinned)
+        self._ones = _pattern(_ONES, -1, pinned)
+        self._word = torch.zeros(
+            layout.EXTENT_COPIES.value, dtype=torch.int64, device="cpu", pin_memory=pinned
+        )
 
     # What there is --------------------------------------------------------------------------------
 
@@ -132,6 +132,8 @@ class Growth:
                 self._source.map(self._data.address, 0, self._front, LARGEST_PIECE)
             self._map_state(chunks)
             self._map_data([(0, chunks)], self._piece(chunks))
+            with self._copies():
+                pass  # (The state is written next, on the current stream.)
         self.chunks = self._kept = chunks
         # (Not before: a tensor is made of memory that is there.)
         self._handle = self._control.view().view(torch.int64)
@@ -251,9 +253,10 @@ class Growth:
             self._mapped[id(segment)] = after
             target = segment.view().view(torch.int64)
             end = min(after // 8, len(target))
-            with self._copies():
-                for at in range(before // 8, end, _PATTERN_WORDS):
-                    part = target[at : min(at + _PATTERN_WORDS, end)]
+            # (What is published is copied later, on the same stream.)
+            with self._copies(wait=False):
+                for at in range(before // 8, end, _ZEROS):
+                    part = target[at : min(at + _ZEROS, end)]
                     part.copy_(self._zeros[: len(part)], non_blocking=True)
 
     def _put(self, first: int, words: torch.Tensor) -> None:
@@ -265,12 +268,12 @@ class Growth:
         first = layout.HINTS.value
         hints = self._handle[first : first + copies * step : step]
         if self._stream is None:
-            hints.copy_(self._hints)
+            hints.copy_(self._zeros[:copies])
         else:
             # (A copy of PyTorch's with a stride would be a kernel.)
             runtime = cudart.runtime()
             (status,) = runtime.cudaMemcpy2DAsync(
-                hints.data_ptr(), step * 8, self._hints.data_ptr(), 8, 8, copies,
+                hints.data_ptr(), step * 8, self._zeros.data_ptr(), 8, 8, copies,
                 runtime.cudaMemcpyKind.cudaMemcpyHostToDevice, self._stream.cuda_stream,
             )  # fmt: skip
             cudart.check(status, "cudaMemcpy2DAsync")
@@ -279,8 +282,8 @@ class Growth:
         """In this context the driver's calls have a device, also in a thread that had none."""
         return nullcontext() if self._stream is None else cudart.current(self._device)
 
-    def _copies(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._stream is None else _Copies(self._stream)
+    def _copies(self, wait: bool = True) -> AbstractContextManager[None]:
+        return nullcontext() if self._stream is None else _Copies(self._stream, wait)
 
     # Shrinking ------------------------------------------------------------------------------------
 
@@ -312,10 +315,11 @@ class Growth:
 
 
 class _Copies(AbstractContextManager[None]):
-    """Within it copies go to a stream of their own; at its end they are done."""
+    """Within it copies go to a stream of their own; with ``wait`` they are done at its end."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, wait: bool) -> None:
         self._stream = stream
+        self._wait = wait
         self._context = torch.cuda.stream(stream)
 
     def __enter__(self) -> None:
@@ -323,7 +327,14 @@ class _Copies(AbstractContextManager[None]):
 
     def __exit__(self, *error: object) -> None:
         self._context.__exit__(None, None, None)
-        self._stream.synchronize()
+        if self._wait:
+            self._stream.synchronize()
+
+
+@cache
+def _pattern(words: int, value: int, pinned: bool) -> torch.Tensor:
+    """What all heaps of the process copy from."""
+    return torch.full((words,), value, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
 
 def _joined(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
