@@ -52,7 +52,7 @@ class Plan:
     requests: tuple[tuple[int, int], ...]  # number, bytes each
 
 
-ON_GPU = Plan((64 * MIB, GIB), 132, 0.05, 4_000_000, ((100_000, 64), (1_000_000, 1024)))
+ON_GPU = Plan((64 * MIB, GIB), 132, 0.05, 1_000_000, ((100_000, 64), (1_000_000, 1024)))
 TINY = Plan((4 * MIB,), 1, 0.0, 300, ((256, 1024),))
 
 Measured = tuple[str, str, int, str, str, list[float], str]
