@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 
 from benchmarks.arena import bench_arena, bench_regions
+from benchmarks.device import bench_growing
 from benchmarks.results import RESULTS, ROOT, newest, read_rows
 from benchmarks.tables import (
     arena_tables,
@@ -34,6 +35,7 @@ GUIDE = ROOT / "docs" / "guide"
 ARENAS = GUIDE / "arenas.md"
 DEBUG = GUIDE / "debugging.md"
 PAUSING = GUIDE / "pausing.md"
+GROWING = GUIDE / "growing.md"
 REPLAY = GUIDE / "replay.md"
 USES = GUIDE / "uses.md"
 HOST = ROOT / "docs" / "design" / "host.md"
@@ -115,6 +117,12 @@ def write_regions_document(document: Path = PAUSING) -> None:
     tables.write_block(document, "regions", bench_regions.markdown(rows))
 
 
+def write_growing_document(document: Path = GROWING) -> None:
+    """The newest rows of ``bench_growing`` into ``document``."""
+    rows = read_rows(newest(bench_growing.FOLDER))
+    tables.write_block(document, "growing", bench_growing.markdown(rows))
+
+
 def write_uses_document(document: Path = USES) -> None:
     """The newest rows of ``bench_uses`` into ``document``, and the picture beside it."""
     rows = read_rows(newest(bench_uses.FOLDER))
@@ -156,6 +164,7 @@ def main(files: tuple[Path, ...], write_docs: bool, width: tuple[int, int] | Non
             write_debug_document,
             write_uses_document,
             write_regions_document,
+            write_growing_document,
         ):
             write()
         click.echo(f"wrote the documents below {GUIDE} and {HOST}")
