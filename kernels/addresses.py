@@ -10,7 +10,6 @@ import triton.language as tl
 
 from .atomics import atomic_load
 from .bits import divide
-from .heap import locate
 from .lanes import any_lane, is_block
 from .layout import (
     LENGTH,
@@ -20,12 +19,44 @@ from .layout import (
     address_of,
     class_bytes,
     load_base,
+    load_pages,
     load_records,
     page_class,
     page_word_ptr,
+    place_of,
 )
 from .live import live_bit
 from .payload import as_column
+
+
+@triton.jit
+def locate(heap, addr, active):
+    """``(inside, page, granule)``: whether it is an aligned address of the heap and the lane is
+    active; its page and granule, or else 0 and 0."""
+    base = load_base(heap)
+    end = load_pages(heap).to(tl.int64) << PAGE_LOG2
+    inside = active & (addr >= base) & (addr - base < end) & ((addr & 15) == 0)
+    page, granule = place_of(base, tl.where(inside, addr, base))
+    return inside, page, granule
+
+
+@triton.jit
+def run_head(records, page, seeks):
+    """For the ``seeks`` lanes (or scalar), whose page words are of no kind: the page before that
+    has a kind, or 0. If it is the first of a run, ``page`` may belong to that. (A search, of 64
+    pages at a time.)"""
+    back = tl.arange(0, 64)[None, :] + 1
+    head = page
+    while any_lane(seeks):
+        before = as_column(head) - back
+        there = (as_column(seeks.to(tl.int32)) != 0) & (before >= 0)
+        words = atomic_load(page_word_ptr(records, tl.maximum(before, 0)), there)
+        found = tl.max(tl.where((words & (SLAB + RUN)) != 0, before, -1), axis=1)
+        if is_block(head) == 0:
+            found = tl.max(found, axis=0)
+        head = tl.where(seeks, tl.where(found >= 0, found, tl.maximum(head - 64, 0)), head)
+        seeks = seeks & (found < 0) & (head > 0)
+    return head
 
 
 @triton.jit
@@ -48,25 +79,14 @@ def usable_any(heap, addr, active):
 @triton.jit
 def block_start(heap, addr, active):
     """Where a block that the address lies in would begin: at a slot, or at a run. The base of the
-    heap for addresses that are not the heap's, and in inactive lanes. (For the interpreter: a
-    search, of 64 pages at a time, for the first page of a run.)"""
+    heap for addresses that are not the heap's, and in inactive lanes. (For the interpreter:
+    see :func:`run_head`.)"""
     inside, page, granule = locate(heap, addr & -16, active)
     records = load_records(heap)
     word = atomic_load(page_word_ptr(records, page), inside)
     size = class_bytes(page_class(word))
     slab = (word & SLAB) != 0
     first = tl.where(slab, divide(granule << 4, size) * (size >> 4), 0)
-    head = page
     # Behind the first page of a run the page words are of no kind.
-    seeks = inside & ((word & (SLAB + RUN)) == 0)
-    back = tl.arange(0, 64)[None, :] + 1
-    while any_lane(seeks):
-        before = as_column(head) - back
-        there = (as_column(seeks.to(tl.int32)) != 0) & (before >= 0)
-        words = atomic_load(page_word_ptr(records, tl.maximum(before, 0)), there)
-        found = tl.max(tl.where((words & (SLAB + RUN)) != 0, before, -1), axis=1)
-        if is_block(head) == 0:
-            found = tl.max(found, axis=0)
-        head = tl.where(seeks, tl.where(found >= 0, found, tl.maximum(head - 64, 0)), head)
-        seeks = seeks & (found < 0) & (head > 0)
+    head = run_head(records, page, inside & ((word & (SLAB + RUN)) == 0))
     return address_of(load_base(heap), head, first)

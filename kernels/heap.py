@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .addresses import locate, run_head
 from .atomics import atomic_load, fence
 from .bell import ask_for_pages, load_answers, may_grow
 from .bits import divide, halves, join, lsr, mix
@@ -25,6 +26,7 @@ from .layout import (
     E_OUT_OF_MEMORY,
     ERRORS,
     FREES,
+    LENGTH,
     MAX_SLOT,
     NUM_CLASSES,
     PAGE_BYTES,
@@ -46,12 +48,10 @@ from .layout import (
     is_place,
     line_ptr,
     load_base,
-    load_pages,
     load_records,
     magazine_ptr,
     page_class,
     page_word_ptr,
-    place_of,
     place_page,
     place_ptr,
     program_index,
@@ -445,22 +445,17 @@ def report_wrong(heap, addr):
     size = class_bytes(page_class(word))
     slot = divide(granule << 4, size)
     begins = ((word & SLAB) != 0) & (slot * size == granule << 4) & (slot < slots_of(size))
-    free = (atomic_load(free_row(heap) + (page >> 6)) & bit_of(page)) != 0
-    double = inside & (begins | free | (((word & RUN) != 0) & (granule == 0)))
-    kind = tl.where(double, E_DOUBLE_FREE, E_INVALID_FREE)
+    double = begins | (((word & RUN) != 0) & (granule == 0))
+    if inside & ((word & (SLAB + RUN)) == 0):
+        # The page is free, or on its way between owners, if it is not inside of a run.
+        taken = (atomic_load(free_row(heap) + (page >> 6)) & bit_of(page)) == 0
+        head = run_head(load_records(heap), page, taken)
+        ptr = page_word_ptr(load_records(heap), head)
+        run = (atomic_load(ptr) & RUN) != 0
+        double = (run == 0) | (page - head >= atomic_load(ptr + LENGTH))
+    kind = tl.where(inside & double, E_DOUBLE_FREE, E_INVALID_FREE)
     record_error(heap, kind + 0, addr, addr * 0, kind * 0 + 1)
     return kind * 0
-
-
-@triton.jit
-def locate(heap, addr, active):
-    """``(inside, page, granule)``: whether it is an aligned address of the heap and the lane is
-    active; its page and granule, or else 0 and 0."""
-    base = load_base(heap)
-    end = load_pages(heap).to(tl.int64) << PAGE_LOG2
-    inside = active & (addr >= base) & (addr - base < end) & ((addr & 15) == 0)
-    page, granule = place_of(base, tl.where(inside, addr, base))
-    return inside, page, granule
 
 
 @triton.jit

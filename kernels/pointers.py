@@ -17,7 +17,7 @@ unsound addresses may belong to others.
 import triton
 import triton.language as tl
 
-from .addresses import block_start, usable_any
+from .addresses import block_start, locate, usable_any
 from .atomics import atomic_load
 from .bits import divide
 from .debug.block_table import (
@@ -34,7 +34,6 @@ from .debug.block_table import (
     mark_use,
     record_fault,
 )
-from .heap import locate
 from .lanes import any_lane, count_lanes, first_lane, lane_index, pick, width
 from .layout import (
     E_INVALID_POINTER,

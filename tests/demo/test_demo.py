@@ -231,10 +231,13 @@ def test_the_heap_grows_by_itself(tmp_path: Path) -> None:
     with make_heap(graph.edges, None, None) as heap, Progress(disable=True) as progress:
         assert "heap that grows by itself, up to" in describe_size(heap)
         full = heap.malloc([heap.capacity])  # so that the lists need more than there is
-        build = Job(graph, heap, 100, 0, progress).build()
+        job = Job(graph, heap, 100, 0, progress)
+        build = job.build()
         assert heap.capacity == 8 << 20
         assert build.mapped > 8 << 20
         heap.free(full)
+        assert heap.trim() == 0  # the lists live in what was mapped last
+        job.lists.release()
         assert heap.trim() == 4 << 20
     with make_heap(graph.edges, 1 << 20, None) as heap:
         assert heap.capacity == heap.limit == 1 << 20

@@ -123,9 +123,10 @@ class Scenario:
     many there are; 0: nothing is put into magazines. ``searches``: whether a malloc searches that
     finds nothing by its line. ``polls``: how often a program looks whether a place is open.
     ``exact``: whether histories must be linearisable, wrong frees included; if not, there must be
-    no wrong frees. ``nulls``: whether a malloc may fail; ``served``: slots that hold an address in
-    the end. ``opened``: how many places may have been opened, if that is limited. ``first``: the
-    program whose calls must end before any other program ends.
+    no wrong frees. ``doubles``: whether all wrong frees must be told as double ones. ``nulls``:
+    whether a malloc may fail; ``served``: slots that hold an address in the end. ``opened``: how
+    many places may have been opened, if that is limited. ``first``: the program whose calls must
+    end before any other program ends.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Scenario:
     searches: bool = True
     polls: int = 2
     exact: bool = True
+    doubles: bool = False
     nulls: bool = True
     served: tuple[int, ...] = ()
     opened: int | None = None
@@ -211,6 +213,8 @@ class Laboratory:
             scenario.script, run.events, self.before, self.heap.base, scenario.pages
         )
         failures, wrong = self.view.failures(), self.view.wrong_frees()
+        invalid = int(self.view.errors[layout.E_INVALID_FREE.value])
+        assert not (scenario.doubles and invalid), f"{invalid} double frees have another name"
         # (A search records them.)
         nulls = history.nulls if scenario.searches else 0
         assert failures == nulls, f"{failures} failures were recorded\n{history}"

@@ -286,6 +286,14 @@ ALL = (
         scenario="search_or_free",
     ),
     Mutant(
+        name="free_or_nothing",
+        file="heap.py",
+        old="double = (run == 0) | (page - head >= atomic_load(ptr + LENGTH))",
+        new="double = taken == 0",
+        breaks="a double free counts as an address that nobody had, if its page is on its way",
+        scenario="page_on_its_way",
+    ),
+    Mutant(
         name="searched_without_looking",
         file="search.py",
         old="if (old & bit_of(bit)) != 0:",

@@ -533,6 +533,16 @@ ALL = (
         script=((free(0),), (free(0),)),
         plan=mostly(30, preemptions=2, bound=200),
     ),
+    # A second free comes when the page of its block is no slab any more, and not free yet.
+    Scenario(
+        "page_on_its_way",
+        pages=1,
+        magazines=0,
+        before=(HALF, HALF),
+        script=((free(0), free(1)), (free(0),)),
+        doubles=True,
+        plan=(*directed(Turn(0, "give_pages"), Turn(1), Turn(0)), *mostly(16)),
+    ),
     Scenario(
         "wild_frees",
         pages=2,
