@@ -9,14 +9,10 @@ import triton
 import triton.language as tl
 
 from .addresses import usable_any
+from .allocation import malloc_any
 from .debug.block_table import control_block, is_debug
-from .debug.guarded_calls import (
-    free_guarded,
-    malloc_guarded,
-    realloc_guarded,
-    usable_guarded,
-)
-from .heap import free_any, malloc_any
+from .debug.guarded_calls import free_guarded, malloc_guarded, realloc_guarded, usable_guarded
+from .freeing import free_any
 from .lanes import is_block
 from .layout import MAGIC, load_immutable
 from .payload import copy, fill_zero

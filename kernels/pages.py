@@ -9,15 +9,7 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_load
-from .bits import (
-    low_mask,
-    lowest_bit,
-    mix,
-    next_bit,
-    popcount,
-    reciprocal,
-    select_bit,
-)
+from .bits import low_mask, lowest_bit, mix, next_bit, popcount, reciprocal, select_bit
 from .lanes import any_lane, lane_bits, lane_index, pick, rank_of
 from .layout import (
     bit_of,

@@ -35,14 +35,7 @@ from .debug.block_table import (
     record_fault,
 )
 from .lanes import any_lane, count_lanes, first_lane, lane_index, pick, width
-from .layout import (
-    E_INVALID_POINTER,
-    NUM_CLASSES,
-    PAGE_BYTES,
-    address_of,
-    class_bytes,
-    load_base,
-)
+from .layout import E_INVALID_POINTER, NUM_CLASSES, PAGE_BYTES, address_of, class_bytes, load_base
 from .record import record_error
 from .target import tell_host
 

@@ -25,6 +25,7 @@ from devalloc.errors import (
 )
 from devalloc.heap.devices import INTERPRETED
 from devalloc.heap.leaks import LeakReport
+from devalloc.heap.recorded_errors import Fault
 from devalloc.kernels import layout
 from devalloc.kernels.debug import block_table, debug_upkeep
 from devalloc.sizes import MAX_SLOT, PAGE_BYTES
@@ -49,42 +50,6 @@ _KINDS: dict[int, type[DevallocError]] = {
     block_table.E_USE_AFTER_FREE.value: UseAfterFree,
     layout.E_INVALID_POINTER.value: InvalidPointer,
 }
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One error that kernels recorded in a heap.
-
-    Attributes
-    ----------
-    kind : type
-        `DoubleFree`, `InvalidFree`, `OutOfMemory`, `InvalidArgument` or `InvalidPointer`; in a
-        debug heap also `Overflow` or `UseAfterFree`.
-    address : int
-        The lowest byte that was written, or the address that was freed or wanted; 0 for a failed
-        malloc.
-    block, size : int
-        First byte and requested bytes of the block concerned; 0 where they are not known. For a
-        failed malloc ``size`` is the bytes that were asked for.
-    tag : str
-        The tag of the block's owner, a name or a number; empty if there is none.
-    found_by : str
-        "free", "malloc", "realloc", "audit", "pointer", "gather" or "scatter"; an ordinary heap
-        does not distinguish the last two.
-    program : int
-        The program of the launch that found the error, which may not be the one that made it.
-    message : str
-        All of this as text.
-    """
-
-    kind: type[DevallocError]
-    address: int
-    block: int
-    size: int
-    tag: str
-    found_by: str
-    program: int
-    message: str
 
 
 @dataclass(frozen=True)

@@ -18,28 +18,24 @@ from devalloc.common.arguments import index_or_list, require_dtype, sizes_of
 from devalloc.common.owner import Owner
 from devalloc.errors import (
     DevallocError,
-    DoubleFree,
     InvalidArgument,
-    InvalidFree,
     InvalidFreeError,
-    InvalidPointer,
     LeakWarning,
     OutOfMemory,
-    Overflow,
-    UseAfterFree,
 )
 from devalloc.heap import geometry as heap_geometry
 from devalloc.heap import jagged as host_rows
 from devalloc.heap.compiled import mark_static, refuse
-from devalloc.heap.debug_table import DebugTable, Fault, Tags, largest_request
+from devalloc.heap.debug_table import DebugTable, Tags, largest_request
 from devalloc.heap.devices import INTERPRETED, memory_of, on_device, resolve_device
 from devalloc.heap.geometry import CHUNK_PAGES, MAX_PAGES, Geometry, Present
 from devalloc.heap.growth import CHUNK_BYTES, Growth, require_growing_source
 from devalloc.heap.heap_audit import audit
 from devalloc.heap.leaks import LeakReport
+from devalloc.heap.recorded_errors import KINDS, ErrorRecords, Fault
 from devalloc.heap.state import Snapshot, State, Stats, describe
 from devalloc.heap.watcher import Bell, watch
-from devalloc.kernels import bell, layout, rows, upkeep
+from devalloc.kernels import bell, rows, upkeep
 from devalloc.kernels.debug import debug_upkeep
 from devalloc.sizes import PAGE_BYTES, format_size, parse_size
 from devalloc.sources import CudaSource, HostSource, Segment, Source
@@ -53,15 +49,32 @@ _BLOCK = 1024 if INTERPRETED else 128
 
 _CLOSED = "the heap is closed"
 
-_KINDS: tuple[tuple[type[DevallocError], str], ...] = (
-    (DoubleFree, "double free"),
-    (InvalidFree, "invalid free"),
-    (OutOfMemory, "out of memory"),
-    (InvalidArgument, "invalid argument"),
-    (Overflow, "overflow"),
-    (UseAfterFree, "use after free"),
-    (InvalidPointer, "invalid pointer"),
-)
+
+def _sizes_of(
+    capacity: int | str, limit: int | str | None, grows: bool, device: torch.device
+) -> tuple[int, int]:
+    """The pages that a heap may have, and the chunks with which one that grows begins."""
+    least = parse_size(capacity)
+    if least < PAGE_BYTES:
+        raise InvalidArgument(
+            f"a heap of {capacity!r} cannot hold one page of {format_size(PAGE_BYTES)}"
+        )
+    if limit is not None:
+        most = parse_size(limit)
+        if most < least:
+            raise InvalidArgument(
+                f"a limit of {format_size(most)} is below the capacity, {format_size(least)}"
+            )
+    else:
+        most = max(least, memory_of(device)) if grows else least
+    pages = most // PAGE_BYTES
+    if grows:
+        pages = -(-most // CHUNK_BYTES) * CHUNK_PAGES
+    if pages > MAX_PAGES:
+        raise InvalidArgument(
+            f"a heap holds at most {format_size(MAX_PAGES * PAGE_BYTES)}, not {format_size(most)}"
+        )
+    return pages, -(-least // CHUNK_BYTES)
 
 
 class Heap(Owner):
@@ -127,30 +140,9 @@ class Heap(Owner):
         if grow not in (None, "auto"):
             raise InvalidArgument(f'grow is "auto" or None, not {grow!r}')
         grows = grow is not None or limit is not None
-        least = parse_size(capacity)
-        if least < PAGE_BYTES:
-            raise InvalidArgument(
-                f"a heap of {capacity!r} cannot hold one page of {format_size(PAGE_BYTES)}"
-            )
         self.device = resolve_device(device)
         source = self._source_of(source, grows)
-        chunks = -(-least // CHUNK_BYTES)
-        if limit is not None:
-            most = parse_size(limit)
-            if most < least:
-                raise InvalidArgument(
-                    f"a limit of {format_size(most)} is below the capacity, {format_size(least)}"
-                )
-        else:
-            most = max(least, memory_of(self.device)) if grows else least
-        pages = most // PAGE_BYTES
-        if grows:
-            pages = -(-most // CHUNK_BYTES) * CHUNK_PAGES
-        if pages > MAX_PAGES:
-            raise InvalidArgument(
-                f"a heap holds at most {format_size(MAX_PAGES * PAGE_BYTES)}, not "
-                f"{format_size(most)}"
-            )
+        pages, chunks = _sizes_of(capacity, limit, grows, self.device)
         self._geometry = Geometry.of(pages, grows=grows)
         self._failures_before = 0
         # (In a debug heap even the first block has a guard in front of it, and wrong pointers lead
@@ -398,22 +390,23 @@ class Heap(Owner):
         """
         self._require_open()
         self._synchronise()
-        first = layout.ERRORS.value
-        counts = self._handle[first : first + len(_KINDS)].tolist()
+        counts = self._errors.counts()
         if not any(counts):
             return
         message = ", ".join(
-            f"{count} x {name}" for count, (_, name) in zip(counts, _KINDS, strict=True) if count
+            f"{count} x {name}" for count, (_, name) in zip(counts, KINDS, strict=True) if count
         )
-        # (A program that was killed in between may have counted an error without recording it.)
-        unrecorded = next(kind for kind, count in enumerate(counts) if count), 0, 0, 0
-        fault = (self.faults() or [self._fault(*unrecorded)])[0]
+        fault = (self.faults() or [self._errors.first()])[0]
         details = fault.message
         if fault.kind is OutOfMemory and fault.size <= self.limit:
             state = describe(self.stats())
             details += f" when its kernel ran; now {state}; {self._remedy()}"
         self.clear_errors()
         raise fault.kind(f"{details}. Recorded by kernels since the last check: {message}")
+
+    @property
+    def _errors(self) -> ErrorRecords:
+        return ErrorRecords(self._handle, self.base, self.limit, self._debug is not None)
 
     def _remedy(self) -> str:
         if self.capacity == self.limit:
@@ -431,12 +424,7 @@ class Heap(Owner):
         """
         self._require_open()
         self._synchronise()
-        first = layout.RECORD_COUNT.value
-        end = layout.ERROR_RECORDS.value + 4 * layout.MAX_RECORDS.value
-        count, *words = self._handle[first:end].tolist()
-        words = words[layout.ERROR_RECORDS.value - first - 1 :]
-        recorded = range(0, 4 * min(count, layout.MAX_RECORDS.value), 4)
-        faults = [self._fault(*words[at : at + 4]) for at in recorded]
+        faults = self._errors.faults()
         if self._debug is not None:
             with on_device(self.device):
                 known = self._debug.faults(self._tags)
@@ -475,60 +463,11 @@ class Heap(Owner):
             raise InvalidArgument(f"the name of a tag is text, not {name!r}")
         return self._tags.number(name)
 
-    def _fault(self, kind: int, address: int, size: int, program: int) -> Fault:
-        error = _KINDS[kind][0]
-        text = self._describe(error, address, size, program)
-        finder = "free" if issubclass(error, InvalidFreeError) else "malloc"
-        if error is InvalidPointer or address == layout.IN_ROWS.value:
-            finder = "gather or scatter"
-        return Fault(error, address, 0, size, "", finder, program, text)
-
-    def _describe(self, error: type[DevallocError], address: int, size: int, program: int) -> str:
-        where = f"in program {program}"
-        offset = address - self.base
-        place = (
-            f"offset {offset:#x} of the heap"
-            if 0 <= offset < self.limit
-            else "not an address of this heap"
-        )
-        if error is DoubleFree:
-            return (
-                f"double free of {address:#x} ({place}) {where}: there is no live block; it was "
-                "freed before or never allocated"
-            )
-        if error is InvalidFree:
-            return (
-                f"invalid free of {address:#x} ({place}) {where}: it is not the start of an "
-                "allocation; free exactly what malloc returned"
-            )
-        if error is OutOfMemory:
-            guards = "" if self._debug is None else " (with the guards of a debug heap)"
-            text = f"malloc of {format_size(size)}{guards} failed {where}"
-            if size > self.limit:
-                text += f": the whole heap has {format_size(self.limit)}"
-            return text
-        if error is InvalidPointer:
-            what = f"gather or scatter of {size} bytes at {address:#x} ({place}) {where}"
-            if address == 0:
-                return f"{what}: malloc gave no memory there; give such rows the length 0"
-            return (
-                f"{what}: no live block of so many bytes is there; it was freed, never allocated, "
-                "or is smaller"
-            )
-        if address == layout.IN_ROWS.value:
-            if size < 0:
-                return f"a row of {size} elements {where}: offsets of rows never decrease"
-            return f"gather or scatter {where}: the values have no room for {size} elements"
-        return f"malloc of {size} bytes {where}: a size cannot be negative"
-
     def clear_errors(self) -> None:
         """Forget recorded errors. Waits for the device."""
         self._require_open()
         self._synchronise()
-        failures = layout.ERRORS.value + layout.E_OUT_OF_MEMORY.value
-        self._failures_before += int(self._handle[failures])
-        end = layout.ERROR_RECORDS.value + 4 * layout.MAX_RECORDS.value
-        self._handle[layout.ERRORS.value : end].zero_()
+        self._failures_before += self._errors.clear()
         if self._debug is not None:
             self._debug.clear_faults()
         self._synchronise()

@@ -26,8 +26,10 @@ Progress
 import triton
 import triton.language as tl
 
+from ..addresses import locate
+from ..allocation import malloc_any
 from ..atomics import atomic_cas, atomic_load, fence
-from ..heap import free_any, locate, malloc_any
+from ..freeing import free_any
 from ..lanes import any_lane, first_lane, lane_index, pick
 from ..layout import (
     E_DOUBLE_FREE,

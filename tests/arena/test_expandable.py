@@ -25,13 +25,13 @@ from devalloc.cache import (
     make_policy,
 )
 from devalloc.replay.torch_snapshots import snapshot_trace
-from devalloc.sources import SimulatedSource, VirtualSource, cuda_pages, cudart, handles
+from devalloc.sources import SimulatedSource, VirtualSource
 from devalloc.sources.adaptors import StatisticsAdaptor
 from devalloc.sources.cuda_pages import CudaPages
 from devalloc.sources.virtual_calls import HostPages
 from tests.arena.support import KIB, MIB, FakeStreams, NumberSource
 from tests.arena.test_attacks import places
-from tests.sources.doubles import FakeDriver
+from tests.sources.doubles import FakeDriver, fake_driver
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -422,15 +422,9 @@ def test_contents_survive_whatever_is_mapped_around_them(policy: TorchPolicy) ->
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    fake = FakeDriver()
-    monkeypatch.setattr(cuda_pages, "driver", lambda: fake)
-    monkeypatch.setattr(cudart, "current", fake.current)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 8 << 30))
-    monkeypatch.setattr(handles, "_RELEASER", handles._Releaser())
-    yield fake
-    gc.collect()
-    handles._RELEASER.end()
+def driver() -> Iterator[FakeDriver]:
+    with fake_driver() as fake:
+        yield fake
 
 
 def scenario(cache: Cache) -> None:
@@ -470,11 +464,7 @@ def scenario(cache: Cache) -> None:
 
 
 def calls_of_the_scenario() -> int:
-    patch = pytest.MonkeyPatch()
-    with patch.context() as context:
-        fake = FakeDriver()
-        context.setattr(cuda_pages, "driver", lambda: fake)
-        context.setattr(cudart, "current", fake.current)
+    with fake_driver() as fake:
         source = VirtualSource(GPU, CudaPages(GPU))
         source.idle_limit = "8GiB"
         fake.calls.clear()

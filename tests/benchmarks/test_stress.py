@@ -120,13 +120,13 @@ MUTANTS = {
     ),
     "a second free is accepted": (
         "double-frees",
-        Patch("heap.py", "wrong = tl.where(speaks, (old & bits) ^ bits, 0)",
+        Patch("freeing.py", "wrong = tl.where(speaks, (old & bits) ^ bits, 0)",
               "wrong = tl.where(speaks, (old & bits) ^ bits, 0) & 0"),
         "audit|double frees",
     ),
     "slots that were freed stay in the account": (
         "small",
-        Patch("heap.py", "        change = counts.to(tl.int64)\n",
+        Patch("freeing.py", "        change = counts.to(tl.int64)\n",
               "        change = counts.to(tl.int64) * 0\n"),
         "audit: H",
     ),
@@ -270,8 +270,8 @@ def test_no_acquire_is_forgotten() -> None:
 
 
 def test_a_patch_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"heap.py has 'no such text' 0 times, not 1"):
-        patched_kernels([Patch("heap.py", "no such text", "")], tmp_path)
+    with pytest.raises(ValueError, match=r"lines.py has 'no such text' 0 times, not 1"):
+        patched_kernels([Patch("lines.py", "no such text", "")], tmp_path)
 
 
 # The sanitizer -------------------------------------------------------------------------------

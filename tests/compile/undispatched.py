@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 
 from devalloc.kernels.addresses import usable_any
+from devalloc.kernels.allocation import malloc_any
 from devalloc.kernels.api import as_request, realloc_any
-from devalloc.kernels.heap import free_any, malloc_any
+from devalloc.kernels.freeing import free_any
 from devalloc.kernels.payload import fill_zero
 
 

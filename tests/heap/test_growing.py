@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from devalloc import Heap, InvalidArgument, InvalidFree, OutOfMemory
+from devalloc import DoubleFree, Heap, InvalidArgument, OutOfMemory
 from devalloc import kernels as da
 from devalloc.heap import watcher
 from devalloc.kernels.target import is_interpreted, let_host_run
@@ -139,9 +139,9 @@ def test_trim_gives_free_chunks_back_and_growing_fills_them_first(heap: Heap) ->
     assert heap.malloc([64]).item() == 0, "what was given back cannot be allocated"
     heap.clear_errors()
     assert torch.equal(kept, torch.arange(CHUNK // 8, device=DEVICE))
-    # What was freed, and is not there any more, is a wrong free like any other.
+    # What was freed, and is not there any more, is a double free like any other.
     heap.free([heap.base + CHUNK, heap.base + CHUNK + 16])
-    with pytest.raises(InvalidFree):
+    with pytest.raises(DoubleFree, match="2 x double free"):
         heap.check()
     assert heap.grow(CHUNK) == CHUNK
     assert heap.malloc([CHUNK]).item() == heap.base + CHUNK

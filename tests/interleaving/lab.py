@@ -38,8 +38,7 @@ import triton.language as tl
 
 from devalloc import Heap
 from devalloc.heap.geometry import Geometry
-from devalloc.kernels import heap as heap_kernels
-from devalloc.kernels import layout
+from devalloc.kernels import allocation, freeing, layout
 from devalloc.kernels import pages as page_kernels
 from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, PAGE_BYTES
 from devalloc.testing import Exhaustive, Interleaving, Launch, Report, Run, Strategy
@@ -98,16 +97,16 @@ def find_nothing(heap, nbytes, count):
 def without(scenario: Scenario) -> Iterator[None]:
     """Let programs give up sooner, and do without what the scenario does without."""
     changes = [
-        (heap_kernels, "ROUNDS", tl.constexpr(ROUNDS)),
+        (allocation, "ROUNDS", tl.constexpr(ROUNDS)),
         (page_kernels, "TRIES", tl.constexpr(TRIES)),
     ]
     if not scenario.magazines:
         changes += [
-            (heap_kernels, "take_span", take_nothing),
-            (heap_kernels, "put_span", put_nothing),
+            (allocation, "take_span", take_nothing),
+            (freeing, "put_span", put_nothing),
         ]
     if not scenario.searches:
-        changes.append((heap_kernels, "malloc_last", find_nothing))
+        changes.append((allocation, "malloc_last", find_nothing))
     with ExitStack() as stack:
         for module, name, value in changes:
             stack.callback(setattr, module, name, getattr(module, name))

@@ -71,7 +71,7 @@ ALL = (
     ),
     Mutant(
         name="kept_for_good",
-        file="heap.py",
+        file="allocation.py",
         old="    stop_keeping(heap, page, last)\n    # (",
         new="    # (",
         breaks="pages stay kept when their place is used up: each place needs a new one",
@@ -97,7 +97,7 @@ ALL = (
     ),
     Mutant(
         name="groups_by_place_only",
-        file="heap.py",
+        file="allocation.py",
         old="head, rank, users = groups(cls + ((half & 31) << 6), active, 11)",
         new="head, rank, users = groups((half & 31) << 6, active, 11)",
         breaks="lanes get slots of another class: its place has the same number",
@@ -113,7 +113,7 @@ ALL = (
     ),
     Mutant(
         name="filled_by_a_store",
-        file="heap.py",
+        file="allocation.py",
         old="tl.atomic_add(ptr, state, mask=lane < have",
         new="tl.atomic_xchg(ptr, state, mask=lane < have",
         breaks="the same in a page that a block fills",
@@ -137,7 +137,7 @@ ALL = (
     ),
     Mutant(
         name="claimed_without_a_reservation",
-        file="heap.py",
+        file="allocation.py",
         old="good = got & (rank < granted)",
         new="good = got",
         breaks="lanes take slots of pages that have no room for them",
@@ -145,7 +145,7 @@ ALL = (
     ),
     Mutant(
         name="claimed_before_the_reservation",
-        file="heap.py",
+        file="allocation.py",
         old=PROMISE_IN_MIXED,
         new="""\
         ptr, bit = live_bit(records, tl.where(asks, page, 0), slot * (size >> 4))
@@ -159,7 +159,7 @@ ALL = (
     ),
     Mutant(
         name="claimed_without_looking",
-        file="heap.py",
+        file="allocation.py",
         old="wrong = tl.where(speaks, old & bits, 0)\n    if any_lane",
         new="wrong = tl.where(speaks, old & 0, 0)\n    if any_lane",
         breaks="a slot that lives is handed out again",
@@ -167,7 +167,7 @@ ALL = (
     ),
     Mutant(
         name="freed_without_looking",
-        file="heap.py",
+        file="freeing.py",
         old="if inside & ((pick(old, 0) & bit) != 0):",
         new="if inside:",
         breaks="a second free of an address takes another slot out of the account",
@@ -191,7 +191,7 @@ ALL = (
     ),
     Mutant(
         name="put_over_another",
-        file="heap.py",
+        file="magazines.py",
         old='return tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0',
         new='return tl.atomic_xchg(magazine_ptr(heap, cls), span, sem="relaxed") != -1',
         breaks="the slots that were in the magazine are out for good",
@@ -199,7 +199,7 @@ ALL = (
     ),
     Mutant(
         name="put_back_over_another",
-        file="heap.py",
+        file="magazines.py",
         old='release_span(heap, tl.atomic_xchg(ptr, word, sem="acq_rel")) & 0',
         new='tl.atomic_xchg(ptr, word, sem="acq_rel") & 0',
         breaks="what a free put into a magazine while a malloc looked at the last span is lost",
@@ -207,7 +207,7 @@ ALL = (
     ),
     Mutant(
         name="taken_for_another_class",
-        file="heap.py",
+        file="magazines.py",
         old="if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):",
         new="if (word != 0) & (span_count(word) != span_count(wanted)):",
         breaks="slots of one class are handed out for another",
@@ -215,7 +215,7 @@ ALL = (
     ),
     Mutant(
         name="taken_for_another_count",
-        file="heap.py",
+        file="magazines.py",
         old="if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):",
         new="if (word != 0) & ((word >> SPAN_CLASS) != (wanted >> SPAN_CLASS)):",
         breaks="a span gives more slots than it has, or fewer",
@@ -223,7 +223,7 @@ ALL = (
     ),
     Mutant(
         name="block_pays_for_one",
-        file="heap.py",
+        file="freeing.py",
         old="counts = further + 1",
         new="counts = further * 0 + 1",
         breaks="of slots that lanes freed into one page, one is free in its account",
@@ -231,7 +231,7 @@ ALL = (
     ),
     Mutant(
         name="wrong_lanes_pay",
-        file="heap.py",
+        file="freeing.py",
         old="        active = active & (hit == 0)\n",
         new="",
         breaks="lanes whose slots were free already take others out of the account",
@@ -239,7 +239,7 @@ ALL = (
     ),
     Mutant(
         name="void_places_stay",
-        file="heap.py",
+        file="allocation.py",
         old="    over = granted < counts\n",
         new="    over = asks & (granted < counts)\n",
         breaks="all tickets of a place that leads to no page fail, though there are pages by now",
@@ -247,7 +247,7 @@ ALL = (
     ),
     Mutant(
         name="void_places_stay_for_lanes",
-        file="heap.py",
+        file="allocation.py",
         old="over = tl.where(got, heads & (granted < users), bad)",
         new="over = got & heads & (granted < users)",
         breaks="the same for blocks of several classes",
@@ -263,7 +263,7 @@ ALL = (
     ),
     Mutant(
         name="marked_when_it_may_be_gone",
-        file="heap.py",
+        file="magazines.py",
         old=PUT,
         new=PUT_EARLY,
         breaks="a page is marked for its slots in a magazine when it is free, or another's",
@@ -287,7 +287,7 @@ ALL = (
     ),
     Mutant(
         name="free_or_nothing",
-        file="heap.py",
+        file="freeing.py",
         old="double = (run == 0) | (page - head >= atomic_load(ptr + LENGTH))",
         new="double = taken == 0",
         breaks="a double free counts as an address that nobody had, if its page is on its way",

@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from devalloc.kernels.allocation import malloc_any
 from devalloc.kernels.api import realloc_any
-from devalloc.kernels.heap import free_any, malloc_any
+from devalloc.kernels.freeing import free_any
 
 MALLOC = tl.constexpr(0)
 FREE = tl.constexpr(1)

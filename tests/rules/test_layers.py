@@ -31,8 +31,8 @@ KERNEL_LAYERS = [
     {"payload", "groups"},
     {"pages", "live", "debug.guards"},
     {"lines", "addresses"},
-    {"search"},
-    {"heap"},
+    {"search", "magazines"},
+    {"allocation", "freeing"},
     {"debug.guarded_calls", "pointers"},
     {"api"},
     {"upkeep", "debug.debug_upkeep", "rows"},
@@ -177,9 +177,8 @@ def test_a_planted_circle_is_found() -> None:
     assert circles(modules) == [["a", "b", "c"]]
 
 
-# Of a module and another module's folder. Public names, which cannot be other ones; and
-# kernels/heap.py beside the folder of heaps.
-SHARED_NAMES = {"cache", "policies", "heap"}
+# Of a module and another module's folder: public names, which cannot be other ones.
+SHARED_NAMES = {"cache", "policies"}
 
 
 def shared_names(files: list[Path]) -> list[str]:
@@ -211,10 +210,10 @@ def test_a_shared_name_is_found() -> None:
 @pytest.mark.parametrize(
     ("importer", "statement"),
     [
-        ("devalloc.kernels.bits", "from devalloc.kernels.heap import malloc_any"),
+        ("devalloc.kernels.bits", "from devalloc.kernels.allocation import malloc_any"),
         ("devalloc.kernels.bits", "from . import search"),
         ("devalloc.kernels.layout", "import torch"),
-        ("devalloc.kernels.heap", "from devalloc.errors import OutOfMemory"),
+        ("devalloc.kernels.freeing", "from devalloc.errors import OutOfMemory"),
         ("devalloc.sources.host", "from ..heap import Heap"),
         ("devalloc.sources.host", "if TYPE_CHECKING:\n    from devalloc.heap import Heap"),
         ("devalloc.arena.store.store", "from devalloc.arena.policies.policy import Policy"),
@@ -231,7 +230,7 @@ def test_a_planted_import_is_found(importer: str, statement: str) -> None:
 @pytest.mark.parametrize(
     ("importer", "statement"),
     [
-        ("devalloc.kernels.heap", "import triton.language as tl\nfrom . import bits, search"),
+        ("devalloc.kernels.freeing", "import triton.language as tl\nfrom . import bits, search"),
         ("devalloc.heap", "import devalloc.kernels.upkeep, torch\nfrom .sources import host"),
         ("devalloc.sources.host", "from devalloc.sources.source import Source"),
         ("devalloc.demo.graph", "from devalloc import Heap"),

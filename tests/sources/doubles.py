@@ -3,6 +3,7 @@ driver that keeps the rules of virtual memory."""
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from devalloc import OutOfMemory
-from devalloc.sources import Capabilities, Segment, Source, cudart
+from devalloc.sources import Capabilities, Segment, Source, cuda_pages, cudart, handles
 from devalloc.sources.source import require_free, require_request
 
 
@@ -357,3 +358,18 @@ class FakeDriver:
 
     def cuStreamSynchronize(self, stream: int) -> tuple[Any]:
         return (self._status("cuStreamSynchronize", stream),)
+
+
+@contextmanager
+def fake_driver() -> Iterator[FakeDriver]:
+    """A driver in place of CUDA's, with 3 of 8 GiB free, and a releaser of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        driver = FakeDriver()
+        patch.setattr(cuda_pages, "driver", lambda: driver)
+        patch.setattr(cudart, "current", driver.current)
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 8 << 30))
+        patch.setattr(handles, "_RELEASER", handles._Releaser())
+        yield driver
+        # What the test made is finished with this driver, not with the next.
+        gc.collect()
+        handles._RELEASER.end()

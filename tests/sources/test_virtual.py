@@ -7,7 +7,6 @@ What CUDA does with the calls is for the tests marked `gpu`, and for `test_confo
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import random
 import subprocess
@@ -21,11 +20,11 @@ import torch
 
 from devalloc import Arena, DevallocError, Heap, InvalidArgument, InvalidFree, OutOfMemory
 from devalloc.report.environment import virtual_memory_on
-from devalloc.sources import Segment, VirtualSource, cuda_pages, cudart, handles
+from devalloc.sources import Segment, VirtualSource, cuda_pages, handles
 from devalloc.sources.cuda_pages import CudaPages
 from devalloc.sources.handles import HandlePool
 from devalloc.sources.virtual_calls import HostPages
-from tests.sources.doubles import FakeDriver
+from tests.sources.doubles import FakeDriver, fake_driver
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda", 0)
@@ -34,16 +33,9 @@ ACCESS = ("CU_MEM_LOCATION_TYPE_DEVICE", 0, "CU_MEM_ACCESS_FLAGS_PROT_READWRITE"
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    made = FakeDriver()
-    monkeypatch.setattr(cuda_pages, "driver", lambda: made)
-    monkeypatch.setattr(cudart, "current", made.current)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 8 << 30))
-    monkeypatch.setattr(handles, "_RELEASER", handles._Releaser())
-    yield made
-    # What the test made is finished with this driver, not with the next.
-    gc.collect()
-    handles._RELEASER.end()
+def fake() -> Iterator[FakeDriver]:
+    with fake_driver() as made:
+        yield made
 
 
 @pytest.fixture
@@ -331,11 +323,7 @@ def consistent(source: VirtualSource, fake: FakeDriver) -> None:
 
 def calls_of_the_scenario() -> int:
     """How many calls of the driver it makes."""
-    patch = pytest.MonkeyPatch()
-    with patch.context() as context:
-        fake = FakeDriver()
-        context.setattr(cuda_pages, "driver", lambda: fake)
-        context.setattr(cudart, "current", fake.current)
+    with fake_driver() as fake:
         source = VirtualSource(DEVICE, CudaPages(DEVICE))
         source.idle_limit = "8GiB"  # nothing in the background
         fake.calls.clear()

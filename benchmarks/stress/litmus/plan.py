@@ -73,12 +73,12 @@ _BARRIERS = Patch("atomics.py", "    tl.debug_barrier()\n", "", times=2)
 _ACQUIRES = (
     *(
         Patch(file, 'sem="acquire"', 'sem="relaxed"', times=None)
-        for file in ("heap.py", "lines.py", "live.py", "search.py")
+        for file in ("allocation.py", "lines.py", "live.py", "magazines.py", "search.py")
     ),
-    Patch("heap.py", 'sem="acq_rel"', 'sem="relaxed"'),
+    Patch("magazines.py", 'sem="acq_rel"', 'sem="relaxed"'),
 )
 _FREE = Patch(
-    "heap.py",
+    "freeing.py",
     "    fence(heap + ERRORS)\n    if is_block(active):",
     "    tl.debug_barrier()\n    if is_block(active):",
 )

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from devalloc import Heap, LeakWarning
-from devalloc.heap.debug_table import GUARD_BYTES, Fault
+from devalloc.heap.debug_table import GUARD_BYTES
+from devalloc.heap.recorded_errors import Fault
 from devalloc.sizes import PAGE_BYTES
 from tests import user_kernels as uk
 from tests.heap.debug import kernels as dk

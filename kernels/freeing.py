@@ -1,0 +1,185 @@
+"""free: live bits are cleared, then slots go to a magazine or to the account of their page."""
+
+import triton
+import triton.language as tl
+
+from .addresses import locate, run_head
+from .atomics import atomic_load, fence
+from .bits import divide
+from .groups import alike
+from .lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick, width
+from .layout import (
+    E_DOUBLE_FREE,
+    E_INVALID_FREE,
+    ERRORS,
+    FREES,
+    LENGTH,
+    PAGE_BYTES,
+    RUN,
+    SLAB,
+    bit_of,
+    class_bytes,
+    free_row,
+    hint_ptr,
+    load_records,
+    page_class,
+    page_word_ptr,
+    slots_of,
+    span_of,
+)
+from .lines import leave_account, leave_one, leave_pages
+from .live import live_bit, speak_for, word_period
+from .magazines import put_span
+from .record import record_error
+
+
+@triton.jit(noinline=True)
+def report_wrong(heap, addr):
+    """Record that ``addr`` (int64 scalar), which is not 0, was freed though nothing lives there: a
+    double free if a block could have begun there, or else an invalid one. Returns 0."""
+    inside, page, granule = locate(heap, addr, addr != 0)
+    word = atomic_load(page_word_ptr(load_records(heap), page))
+    size = class_bytes(page_class(word))
+    slot = divide(granule << 4, size)
+    begins = ((word & SLAB) != 0) & (slot * size == granule << 4) & (slot < slots_of(size))
+    double = begins | (((word & RUN) != 0) & (granule == 0))
+    if inside & ((word & (SLAB + RUN)) == 0):
+        # The page is free, or on its way between owners, if it is not inside of a run.
+        taken = (atomic_load(free_row(heap) + (page >> 6)) & bit_of(page)) == 0
+        head = run_head(load_records(heap), page, taken)
+        ptr = page_word_ptr(load_records(heap), head)
+        run = (atomic_load(ptr) & RUN) != 0
+        double = (run == 0) | (page - head >= atomic_load(ptr + LENGTH))
+    kind = tl.where(inside & double, E_DOUBLE_FREE, E_INVALID_FREE)
+    record_error(heap, kind + 0, addr, addr * 0, kind * 0 + 1)
+    return kind * 0
+
+
+@triton.jit
+def count_frees(heap, count):
+    """Count ``count`` (int32 scalar) blocks that were freed."""
+    tl.atomic_add(hint_ptr(heap) + FREES, count.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def free_scalar(heap, addr, inside, page, granule):
+    """free of one address, which is not 0."""
+    records = load_records(heap)
+    lane = tl.arange(0, 2)
+    bit_ptr, bit = live_bit(records, page, granule)
+    # The live bit and the page word, in one round trip to memory.
+    ptr = tl.where(lane == 0, bit_ptr + lane * 0, page_word_ptr(records, page) + lane * 0)
+    change = tl.where((lane == 0) & (lane * 0 == 1 - inside.to(tl.int32)), bit ^ -1, -1)
+    old = tl.atomic_and(ptr, change, sem="relaxed")
+    word = pick(old, 1)
+    if inside & ((pick(old, 0) & bit) != 0):
+        cls = page_class(word)
+        size = class_bytes(cls)
+        kept = size > PAGE_BYTES
+        if ((word & SLAB) != 0) & (size * 2 <= PAGE_BYTES):
+            span = span_of(page, divide(granule << 4, size), page * 0 + 1, cls)
+            kept = put_span(heap, cls, span, word)
+        if kept == 0:
+            leave_one(heap, page)
+        count_frees(heap, page * 0 + 1)
+    else:
+        report_wrong(heap, addr)
+
+
+@triton.jit
+def free_block(heap, addr, given, active, page, granule):
+    """free of a block. The ``active`` lanes of those ``given`` lie in the heap."""
+    records = load_records(heap)
+    ptr, bit = live_bit(records, page, granule)
+    counts = granule * 0 + 1
+    lane = lane_index(active)
+    count = count_lanes(active)
+    first_page = pick(page, 0)
+    first = pick(granule, 0)
+    # (If the pages are far apart, this may be any number. Then the lanes are not in order.)
+    unit = pick((page << 12) + granule, 1) - ((first_page << 12) + first)
+    where = first + lane * unit
+    there = (page == first_page + (where >> 12)) & (granule == (where & 4095))
+    orderly = (active == (lane < count)) & ((active == 0) | there)
+    together = (count > 1) & (unit > 0) & (unit <= 2048)
+    together = together & (count_lanes(orderly) == active.shape[0])
+    before = granule * 0
+    further = before
+    speaks = active
+    bits = bit
+    word = bit & 0
+    # (That of the first page, for the magazine.)
+    one_page = together & (first + count * unit <= 4096) & (count * unit <= 2048)
+    if together:
+        before = tl.minimum(lane, divide(granule, unit))
+        further = tl.minimum(count - 1 - lane, divide(4095 - granule, unit))
+        turn, bits = speak_for(granule, unit, before, further)
+        speaks = active & (turn == 0)
+        counts = further + 1
+    if one_page:
+        word = atomic_load(page_word_ptr(records, page), lane == 0)
+    old = tl.atomic_and(ptr, bits ^ -1, mask=speaks, sem="relaxed")
+    wrong = tl.where(speaks, (old & bits) ^ bits, 0)
+    if any_lane((wrong != 0) | (given & (active == 0))):
+        hit = wrong != 0
+        if together:
+            # (For each word the first of its consecutive slots has spoken.)
+            period_log2, _apart = word_period(unit)
+            speaker = lane - (before >> period_log2 << period_log2)
+            hit = (tl.gather(wrong, speaker, 0) & bit) != 0
+        active = active & (hit == 0)
+        together = together != together
+        one_page = together
+        failed = given & (active == 0)
+        at = first_lane(failed)
+        while at < width(failed):
+            report_wrong(heap, pick(addr, at))
+            at = first_lane(failed & (lane > at))
+    count_frees(heap, count_lanes(active))
+    kept = first < 0
+    if one_page:
+        state = pick(word, 0)
+        cls = page_class(state)
+        slot = divide(first, unit)
+        fits = ((state & SLAB) != 0) & (class_bytes(cls) == unit << 4) & (slot * unit == first)
+        if fits:
+            span = span_of(first_page, slot, count, cls)
+            kept = put_span(heap, cls, span, state)
+    if kept == 0:
+        speaks = active & (before == 0)
+        if together == 0:
+            leader, _rank, counts = alike(page, active)
+            speaks = active & (leader == lane)
+        change = counts.to(tl.int64)
+        ptr = page_word_ptr(records, page)
+        now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change
+        if together & (first + count * unit > 4096):
+            # The pages follow one another: a few lanes retire them.
+            few = tl.arange(0, 16)
+            done = first * 0
+            pages = (first + count * unit + 4095) >> 12
+            while done < pages:
+                number = done + few
+                lead = tl.where(number > 0, divide((number << 12) - first + unit - 1, unit), 0)
+                inside = (number < pages) & (lead < count)
+                lead = tl.where(inside, lead, 0)
+                words = tl.gather(now, lead, 0)
+                left = tl.gather(counts, lead, 0)
+                some = tl.minimum(pages - done, 16)
+                leave_pages(heap, first_page + done, some, words, left, inside)
+                done += 16
+        else:
+            leave_account(heap, page, now, counts, speaks)
+
+
+@triton.jit
+def free_any(heap, addr, active):
+    """Free blocks at int64 addresses that malloc gave; 0 is ignored."""
+    given = active & (addr != 0)
+    inside, page, granule = locate(heap, addr, given)
+    # What this program wrote happens before anything that the next owner does.
+    fence(heap + ERRORS)
+    if is_block(active):
+        free_block(heap, addr, given, inside, page, granule)
+    elif given:
+        free_scalar(heap, addr, inside, page, granule)

@@ -1,0 +1,55 @@
+"""Magazines: slots that a program freed last and takes again; see ``lines``."""
+
+import triton
+import triton.language as tl
+
+from .atomics import fence
+from .bits import lsr
+from .layout import (
+    ERRORS,
+    PAGE_MASK,
+    SPAN_CLASS,
+    SPAN_COUNT,
+    SPANNED,
+    load_records,
+    magazine_ptr,
+    page_word_ptr,
+    span_count,
+)
+from .lines import leave_account
+
+
+@triton.jit(noinline=True)
+def release_span(heap, word):
+    """Give the slots of a span back to the account of their page (int64 scalar; 0: none)."""
+    if word != 0:
+        count = span_count(word)
+        page = (word & PAGE_MASK).to(tl.int32)
+        # What was done in these slots happens before what the page's next owners do.
+        fence(heap + ERRORS)
+        one = (word & 0) + count
+        now = tl.atomic_add(page_word_ptr(load_records(heap), page), -one, sem="relaxed") - one
+        leave_account(heap, page, now, count, count > 0, runs=False)
+    return word
+
+
+@triton.jit
+def put_span(heap, cls, span, word):
+    """Put a span of a page with this word into the magazine, if that is empty. Returns whether."""
+    if (word & SPANNED) == 0:
+        # Once in the life of a page, and while the slots are still ours: later, the page may be
+        # another's. (So the swap waits for what this returns, in which bit 63 is clear.)
+        ptr = page_word_ptr(load_records(heap), (span & PAGE_MASK).to(tl.int32))
+        span += lsr(tl.atomic_or(ptr, (span & 0) + SPANNED, sem="relaxed"), 63)
+    return tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+
+
+@triton.jit
+def take_span(heap, cls, count):
+    """The span of ``count`` slots of class ``cls`` in the magazine, or 0."""
+    ptr = magazine_ptr(heap, cls)
+    word = tl.atomic_xchg(ptr, tl.full((), 0, tl.int64), sem="acquire")
+    wanted = (count.to(tl.int64) << SPAN_COUNT) + ((cls + 1).to(tl.int64) << SPAN_CLASS)
+    if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):
+        word = release_span(heap, tl.atomic_xchg(ptr, word, sem="acq_rel")) & 0
+    return word
