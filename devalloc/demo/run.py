@@ -331,7 +331,7 @@ def explanation(steps: Sequence[Step]) -> list[str]:
         f"needed: {ENTRY_BYTES} bytes for each edge that is left",
         "in blocks: the lists' blocks; a list has room for a power of two of edges",
         f"in pages: what the heap holds for them, in pages of {page}, each for one size of block",
-        "mapped: memory behind the heap and its state; a heap that grows gives it back in the end",
+        "mapped: memory behind the heap and its state; what it grew by is given back in the end",
     ]
     build, delete = steps[0], steps[1]
     if delete.in_pages > build.in_pages:

@@ -3,8 +3,8 @@
 A free page is light grey, one that was given back to the device almost white, a large allocation
 dark (its first page darker), and a page of slots has a colour for the size of its slots. Its live
 share is the height of the coloured bar in the cell, or, where cells are too small for bars, the
-depth of the colour. Pages at the end of the heap that are free in every snapshot are left out, and
-counted in a line of text.
+depth of the colour. Pages at the end of the heap that no snapshot uses are left out, and counted in
+a line of text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from matplotlib.colors import hsv_to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from devalloc.heap.state import ABSENT, RUN, SLAB, Snapshot
+from devalloc.heap.state import ABSENT, FREE, RUN, SLAB, Snapshot
 from devalloc.sizes import format_size
 
 RGB = tuple[float, float, float]
@@ -140,9 +140,11 @@ def draw_map(axes: Axes, snapshot: Snapshot, title: str, note: str = "", most: i
         axes.tick_params(which="minor", length=0)
     if rows * columns <= LABELLED_PAGES:
         label_pages(axes, snapshot, pages, columns)
-    left_out = len(snapshot.page_kind) - pages
-    if left_out:
-        axes.set_xlabel(f"and {left_out:,} more pages, free in every picture", fontsize=11)
+    left_out = np.bincount(snapshot.page_kind[pages:], minlength=4)
+    counts = ((left_out[FREE], "free"), (left_out[ABSENT], "given back"))
+    if left_out.any():
+        text = ", ".join(f"{count:,} {what}" for count, what in counts if count)
+        axes.set_xlabel(f"pages not shown: {text}", fontsize=11)
 
 
 def label_pages(axes: Axes, snapshot: Snapshot, pages: int, columns: int) -> None:

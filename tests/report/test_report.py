@@ -8,7 +8,7 @@ import pytest
 
 import devalloc
 from devalloc.errors import InvalidArgument
-from devalloc.heap.state import FREE, RUN, SLAB, Snapshot
+from devalloc.heap.state import ABSENT, FREE, RUN, SLAB, Snapshot
 from devalloc.report.environment import inspect_environment
 from devalloc.report.memory_map import (
     BAR_STEPS,
@@ -118,14 +118,14 @@ def test_a_bar_is_as_high_as_the_live_share(mixed: Snapshot) -> None:
 def test_pages_that_are_always_free_are_left_out_and_counted(mixed: Snapshot) -> None:
     """A picture of a large heap that is nearly empty shows what is in it."""
     large = made(
-        [*mixed.page_kind, *[FREE] * 994],
+        [*mixed.page_kind, *[FREE] * 930, *[ABSENT] * 64],
         [*mixed.page_class, *[-1] * 994],
         [*mixed.page_live, *[0] * 994],
         [*mixed.run_pages, *[0] * 994],
     )
     assert shown_pages([large, mixed]) == 8
     figure = memory_map([large, mixed], ["large", "small"], notes=["one", "two"], caption="why")
-    assert figure.axes[0].get_xlabel() == "and 992 more pages, free in every picture"
+    assert figure.axes[0].get_xlabel() == "pages not shown: 928 free, 64 given back"
     assert figure.axes[1].get_xlabel() == ""
     assert [axes.texts[0].get_text().splitlines()[1] for axes in figure.axes] == ["one", "two"]
     assert figure.legends[0].get_title().get_text().endswith("\nwhy")
