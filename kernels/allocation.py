@@ -6,6 +6,7 @@ import triton.language as tl
 from .atomics import atomic_load
 from .bell import ask_for_pages, load_answers, may_grow
 from .bits import divide, halves, join, mix
+from .groups import alike, from_leader
 from .lanes import (
     any_lane,
     count_lanes,
@@ -47,8 +48,6 @@ from .layout import (
 )
 from .lines import (
     await_places,
-    groups,
-    leaders,
     open_places,
     pass_over,
     promise,
@@ -83,10 +82,10 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
         records = load_records(heap)
         line = line_ptr(heap, cls)
         front = atomic_load(hint_ptr(heap) + lane * 0, lane == 0)
-        leader, rank, count = groups(cls, active, 6)
+        leader, rank, count = alike(cls, active, 6)
         leads = active & (leader == lane)
         word = tl.atomic_add(line, -count.to(tl.int64), mask=leads, sem="relaxed")
-        word = leaders(word, leader)
+        word = from_leader(word, leader)
         place, slot = ticket_place(word, rank, slots)
         opens = active & (slot == 0)
         if any_lane(opens):
@@ -97,13 +96,13 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
         second = slot >= slots - (slots >> 1)
         # (A group had consecutive tickets, so it may have come to 32 halves that follow.)
         half = (place << 1) + second.to(tl.int32)
-        head, rank, users = groups(cls + ((half & 31) << 6), active, 11)
+        head, rank, users = alike(cls + ((half & 31) << 6), active, 11)
         heads = active & (head == lane)
         state = await_places(place_ptr(heap, cls, place), place, heads, polls)
         page = tl.where(is_place(state, place), place_page(state, second), LATE)
         asks = heads & (page >= 0)
         granted = promise(heap, page, cls, users, slots, asks)
-        packed = leaders(join(tl.where(heads, page, LATE), granted), head)
+        packed = from_leader(join(tl.where(heads, page, LATE), granted), head)
         page, granted = halves(packed)
         got = active & (page >= 0)
         good = got & (rank < granted)

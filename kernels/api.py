@@ -35,9 +35,8 @@ def is_integer(x):
 
 
 @triton.constexpr_function
-def has_one_axis(x):
-    """Whether an argument is a scalar or a 1-D block."""
-    return len(getattr(x, "shape", ())) < 2
+def axes(x):
+    return len(getattr(x, "shape", ()))
 
 
 @triton.constexpr_function
@@ -70,17 +69,6 @@ def element_bytes(dtype):
 
 
 @triton.constexpr_function
-def axes(x):
-    return len(getattr(x, "shape", ()))
-
-
-@triton.constexpr_function
-def same_shape(x, y):
-    first, second = ([int(n) for n in getattr(z, "shape", ())] for z in (x, y))
-    return first == second
-
-
-@triton.constexpr_function
 def is_checked(heap):
     """Whether the functions look at what they are given more closely than an ordinary heap's may
     on a device: in a debug heap, and in the interpreter."""
@@ -102,16 +90,9 @@ def of_heap(heap, active):
 
 
 @triton.jit
-def as_request(heap, x, mask):
-    """``(values, active)``: int64 values in the shape of the request, scalar or 1-D block, and
-    which lanes take part. What is no request is refused while the kernel is compiled."""
-    tl.static_assert(is_handle(heap), "the heap of a kernel is Heap.handle, passed as an argument")
-    tl.static_assert(is_integer(x), "sizes and addresses are integers: cast with .to(tl.int64)")
-    tl.static_assert(has_one_axis(x), "requests are a scalar or a 1-D block: flatten it (tl.ravel)")
-    tl.static_assert(is_flag(mask), "a mask is of bool: compare integers with != 0")
-    tl.static_assert(has_one_axis(mask), "a mask is a scalar or a 1-D block: flatten it (tl.ravel)")
+def with_mask(x, mask):
+    """``(values, active)``: integers as int64, and a mask, which broadcasts to them."""
     if is_block(x):
-        tl.static_assert(as_long_as(mask, x), "a mask is a scalar or as long as the request")
         values = x.to(tl.int64)
     else:
         values = (tl.full((), 0, tl.int64) + x).to(tl.int64)
@@ -119,8 +100,22 @@ def as_request(heap, x, mask):
     if mask is not None:
         # (Not `active & mask`: the interpreter would keep that as integers.)
         active = tl.where(mask, values * 0 + 1, 0) != 0
-        values = values + active.to(tl.int64) * 0
     return values, active
+
+
+@triton.jit
+def as_request(heap, x, mask):
+    """``(values, active)``: int64 values in the shape of the request, scalar or 1-D block, and
+    which lanes take part. What is no request is refused while the kernel is compiled."""
+    tl.static_assert(is_handle(heap), "the heap of a kernel is Heap.handle, passed as an argument")
+    tl.static_assert(is_integer(x), "sizes and addresses are integers: cast with .to(tl.int64)")
+    tl.static_assert(axes(x) < 2, "requests are a scalar or a 1-D block: flatten it (tl.ravel)")
+    tl.static_assert(is_flag(mask), "a mask is of bool: compare integers with != 0")
+    tl.static_assert(axes(mask) < 2, "a mask is a scalar or a 1-D block: flatten it (tl.ravel)")
+    if is_block(x):
+        tl.static_assert(as_long_as(mask, x), "a mask is a scalar or as long as the request")
+    values, active = with_mask(x, mask)
+    return values + active.to(tl.int64) * 0, active
 
 
 @triton.jit
@@ -283,14 +278,8 @@ def pointer(heap, addr, dtype: tl.constexpr, mask=None):
     tl.static_assert(is_integer(addr), "addresses are integers: cast with .to(tl.int64)")
     tl.static_assert(is_element(dtype), "pointer: a type is one such as tl.float32")
     tl.static_assert(is_flag(mask), "a mask is of bool: compare integers with != 0")
-    if is_block(addr):
-        values = addr.to(tl.int64)
-    else:
-        values = (tl.full((), 0, tl.int64) + addr).to(tl.int64)
-    active = values == values
-    if mask is not None:
-        active = tl.where(mask, values * 0 + 1, 0) != 0
-    tl.static_assert(same_shape(active, values), "pointer: a mask broadcasts to the addresses")
+    values, active = with_mask(addr, mask)
+    tl.static_assert(as_long_as(active, values), "pointer: a mask broadcasts to the addresses")
     if is_checked(heap):
         active = of_heap(heap, active)
         if axes(values) > 1:

@@ -135,12 +135,7 @@ def load_immutable(heap, word: tl.constexpr):
     """
     if has_ptx():
         value = tl.inline_asm_elementwise(
-            immutable_load(word),
-            "=l,l",
-            [heap],
-            dtype=tl.int64,
-            is_pure=True,
-            pack=1,
+            immutable_load(word), "=l,l", [heap], dtype=tl.int64, is_pure=True, pack=1
         )
     else:
         value = tl.load(heap + word)
@@ -205,19 +200,10 @@ def class_row(heap, cls):
 
 
 @triton.jit
-def load_stripes(heap):
-    return load_immutable(heap, STRIPES_AND_RING) & 0xFFFF
-
-
-@triton.jit
-def load_ring_log2(heap):
-    """Log2 (int32) of the places of a ring."""
-    return (load_immutable(heap, STRIPES_AND_RING) >> 16).to(tl.int32)
-
-
-@triton.jit
-def own_stripe(heap):
-    return program_index() & (load_stripes(heap).to(tl.int32) - 1)
+def line_index(heap, cls):
+    """The number (int64) of this program's line of class ``cls``."""
+    stripes = load_immutable(heap, STRIPES_AND_RING) & 0xFFFF
+    return cls.to(tl.int64) * stripes + (program_index() & (stripes.to(tl.int32) - 1))
 
 
 @triton.jit
@@ -237,19 +223,17 @@ def idle_ptr(heap, lane):
 @triton.jit
 def line_ptr(heap, cls):
     """This program's line of class ``cls``."""
-    at = cls.to(tl.int64) * load_stripes(heap) + own_stripe(heap)
-    return heap + LINES + at * LINE_STRIDE
+    return heap + LINES + line_index(heap, cls) * LINE_STRIDE
 
 
 @triton.jit
 def place_ptr(heap, cls, place):
     """The word of a place of this program's line. Neighbours lie in different cache lines."""
-    ring_log2 = load_ring_log2(heap)
+    ring_log2 = (load_immutable(heap, STRIPES_AND_RING) >> 16).to(tl.int32)
     spread_log2 = tl.minimum(ring_log2, 4)
     at = place & ((1 << ring_log2) - 1)
     at = ((at & ((1 << spread_log2) - 1)) << (ring_log2 - spread_log2)) + (at >> spread_log2)
-    line = cls.to(tl.int64) * load_stripes(heap) + own_stripe(heap)
-    return heap + load_immutable(heap, PLACES) + (line << ring_log2) + at
+    return heap + load_immutable(heap, PLACES) + (line_index(heap, cls) << ring_log2) + at
 
 
 @triton.jit

@@ -21,7 +21,6 @@ import triton.language as tl
 
 from .atomics import atomic_cas, atomic_load, fence
 from .bits import divide, lsr, mix, next_bit
-from .groups import alike, from_leader
 from .lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick
 from .lanes import width as width_of
 from .layout import (
@@ -37,7 +36,6 @@ from .layout import (
     SPANNED,
     bit_of,
     class_row,
-    hint_ptr,
     idle_ptr,
     is_before,
     is_slab_of,
@@ -53,31 +51,11 @@ from .layout import (
     program_index,
     slab_word,
 )
-from .pages import find_pages, give_pages, give_run, give_together, guess_pages, spread
+from .pages import find_pages, give_pages, give_run, give_together, guess_pages, lower_hint, spread
 from .target import anew
 
 LOOKS = tl.constexpr(8)  # how many pages of the row of its class an opener tries
 BESIDE = tl.constexpr(4)  # of how many words at one time it takes the first that has any
-
-
-@triton.jit
-def groups(keys, active, bits: tl.constexpr):
-    """:func:`alike` for blocks; a scalar is a group of its own."""
-    if is_block(keys):
-        leader, rank, count = alike(keys, active, bits)
-    else:
-        leader = keys * 0
-        rank = keys * 0
-        count = keys * 0 + 1
-    return leader, rank, count
-
-
-@triton.jit
-def leaders(values, leader):
-    """:func:`from_leader` for blocks; a scalar's own value."""
-    if is_block(values):
-        values = from_leader(values, leader)
-    return values
 
 
 @triton.jit
@@ -122,6 +100,15 @@ def retire(heap, page, word, idle, listed):
     return won
 
 
+@triton.jit
+def retire_pages(heap, page, word, idle, listed):
+    """:func:`retire`, and make those pages free. Returns which."""
+    won = retire(heap, page, word, idle, listed)
+    give_pages(heap, page, won)
+    lower_hint(heap, page, won)
+    return won
+
+
 @triton.jit(noinline=True)
 def touch_words(heap, page, n):
     """Add nothing to the words of the ``n`` pages from ``page`` on (int32 scalars), which carry the
@@ -150,7 +137,6 @@ def retire_run(heap, page, word):
         # (Not before: the word may be that of another run by now.)
         length = atomic_load(ptr + LENGTH).to(tl.int32)
         give_run(heap, page, length + touch_words(heap, page, length))
-        tl.atomic_min(hint_ptr(heap), (page >> 6).to(tl.int64), sem="relaxed")
     return page * 0
 
 
@@ -169,10 +155,7 @@ def leave_account(heap, page, now, counts, speaks, runs: tl.constexpr = True):
     tl.atomic_or(row, bit_of(page), mask=crossed, sem="relaxed")
     ends = speaks & ((now & (RUN + OUT_MASK)) == RUN)
     if any_lane(idle | ends):
-        won = retire(heap, page, now, idle, above == 0)
-        give_pages(heap, page, won)
-        hints = hint_ptr(heap) + page * 0
-        tl.atomic_min(hints, (page >> 6).to(tl.int64), mask=won, sem="relaxed")
+        retire_pages(heap, page, now, idle, above == 0)
         if runs:
             at = first_lane(ends)
             while at < width_of(ends):
@@ -198,13 +181,7 @@ def leave_pages(heap, first_page, pages, words, counts, inside):
     idle = inside & ((words & (KEPT + SLAB)) == SLAB) & (page_out(words) == 0)
     above = counts > page_half(words)
     if count_lanes(idle & above) == pages:
-        won = retire(heap, page, words, idle, inside & (inside == 0))
-        if count_lanes(won) == pages:
-            give_together(heap, first_page, pages)
-        else:
-            give_pages(heap, page, won)
-        hints = hint_ptr(heap) + page * 0
-        tl.atomic_min(hints, (page >> 6).to(tl.int64), mask=won & (lane == 0), sem="relaxed")
+        give_together(heap, first_page, retire(heap, page, words, idle, inside & (inside == 0)))
     else:
         leave_account(heap, page, words, counts, inside)
 

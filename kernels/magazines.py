@@ -19,18 +19,26 @@ from .layout import (
 from .lines import leave_account
 
 
+@triton.jit
+def release_spans(heap, span, there):
+    """Give the slots of spans back to the accounts of their pages, for the lanes (or scalar) in
+    ``there``."""
+    # What was done in these slots happens before what their pages' next owners do.
+    fence(heap + ERRORS)
+    page = tl.where(there, span & PAGE_MASK, 0).to(tl.int32)
+    counts = tl.where(there, span_count(span), 0)
+    change = counts.to(tl.int64)
+    ptr = page_word_ptr(load_records(heap), page)
+    now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
+    leave_account(heap, page, now, counts, there, runs=False)
+
+
 @triton.jit(noinline=True)
-def release_span(heap, word):
-    """Give the slots of a span back to the account of their page (int64 scalar; 0: none)."""
-    if word != 0:
-        count = span_count(word)
-        page = (word & PAGE_MASK).to(tl.int32)
-        # What was done in these slots happens before what the page's next owners do.
-        fence(heap + ERRORS)
-        one = (word & 0) + count
-        now = tl.atomic_add(page_word_ptr(load_records(heap), page), -one, sem="relaxed") - one
-        leave_account(heap, page, now, count, count > 0, runs=False)
-    return word
+def release_span(heap, span):
+    """:func:`release_spans` for one span (int64 scalar; 0: none), which it returns."""
+    if span != 0:
+        release_spans(heap, span, span != 0)
+    return span
 
 
 @triton.jit

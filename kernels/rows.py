@@ -74,19 +74,8 @@ def first_row(offsets, n, position, UNIT: tl.constexpr):
 
 
 @triton.jit
-def move_rows(
-    heap,
-    addrs,
-    offsets,
-    values,
-    n,
-    total,
-    UNIT: tl.constexpr,
-    SPAN: tl.constexpr,
-    LANES: tl.constexpr,
-    ITEMS: tl.constexpr,
-    GATHER: tl.constexpr,
-):
+def move_rows(heap, addrs, offsets, values, n, total, GATHER: tl.constexpr, UNIT: tl.constexpr,
+              SPAN: tl.constexpr, LANES: tl.constexpr, ITEMS: tl.constexpr):  # fmt: skip
     """Move this program's SPAN units between blocks and ``values``, ITEMS at a time, of LANES rows.
     An element has UNIT units."""
     check_offsets(control_block(heap), offsets, n, total, LANES)
@@ -136,34 +125,14 @@ def move_rows(
 
 
 @triton.jit(do_not_specialize=["n", "total"])
-def gather_kernel(
-    heap,
-    addrs,
-    offsets,
-    values,
-    n,
-    total,
-    UNIT: tl.constexpr,
-    SPAN: tl.constexpr,
-    LANES: tl.constexpr,
-    ITEMS: tl.constexpr,
-):
+def gather_kernel(heap, addrs, offsets, values, n, total, UNIT: tl.constexpr,
+                  SPAN: tl.constexpr, LANES: tl.constexpr, ITEMS: tl.constexpr):  # fmt: skip
     """``values[offsets[i] : offsets[i + 1]]`` = the block at ``addrs[i]``, for i < n."""
-    move_rows(heap, addrs, offsets, values, n, total, UNIT, SPAN, LANES, ITEMS, True)
+    move_rows(heap, addrs, offsets, values, n, total, True, UNIT, SPAN, LANES, ITEMS)
 
 
 @triton.jit(do_not_specialize=["n", "total"])
-def scatter_kernel(
-    heap,
-    addrs,
-    offsets,
-    values,
-    n,
-    total,
-    UNIT: tl.constexpr,
-    SPAN: tl.constexpr,
-    LANES: tl.constexpr,
-    ITEMS: tl.constexpr,
-):
+def scatter_kernel(heap, addrs, offsets, values, n, total, UNIT: tl.constexpr,
+                   SPAN: tl.constexpr, LANES: tl.constexpr, ITEMS: tl.constexpr):  # fmt: skip
     """The block at ``addrs[i]`` = ``values[offsets[i] : offsets[i + 1]]``, for i < n."""
-    move_rows(heap, addrs, offsets, values, n, total, UNIT, SPAN, LANES, ITEMS, False)
+    move_rows(heap, addrs, offsets, values, n, total, False, UNIT, SPAN, LANES, ITEMS)

@@ -14,11 +14,9 @@ from .bits import lowest_bit, lsr, mix, next_bit, popcount, run_starts
 from .lanes import any_lane, count_lanes, pick, rank_of
 from .layout import (
     ERRORS,
-    KEPT,
     LENGTH,
     MAGAZINE_MASK,
     MAGAZINES,
-    PAGE_MASK,
     PAGE_WORD,
     REACHED,
     RUN,
@@ -28,7 +26,6 @@ from .layout import (
     class_row,
     class_slots,
     free_row,
-    hint_ptr,
     is_slab_of,
     load_base,
     load_immutable,
@@ -39,26 +36,13 @@ from .layout import (
     program_count,
     program_index,
     slab_word,
-    span_count,
 )
-from .lines import leave_account, leave_one, promise, retire, touch_words
-from .pages import give_pages, give_run, one_of, run_bits
+from .lines import leave_one, promise, retire_pages, touch_words
+from .magazines import release_spans
+from .pages import give_run, one_of, run_bits
 
 PASSES = tl.constexpr(16)
 FAR = tl.constexpr(1 << 30)
-
-
-@triton.jit
-def retire_idle(heap, page, word, idle):
-    """Give back the ``idle`` pages, which have nothing out by their words, whether or not a place
-    leads to them. Returns how many."""
-    won = idle
-    if any_lane(idle):
-        won = retire(heap, page, word, idle, idle)
-        give_pages(heap, page, won)
-        hints = hint_ptr(heap) + page * 0
-        tl.atomic_min(hints, (page >> 6).to(tl.int64), mask=won, sem="relaxed")
-    return count_lanes(won)
 
 
 @triton.jit
@@ -73,29 +57,24 @@ def rest_magazines(heap, first):
         # (An exchange for nothing. Triton 3.6 cannot compile one of these addresses for AMD.)
         span = tl.atomic_and(ptr, (lane * 0).to(tl.int64), mask=full, sem="relaxed")
         full = full & (span != 0)
-        # What was done in these slots happens before what their pages' next owners do.
-        fence(heap + ERRORS)
-        page = tl.where(full, span & PAGE_MASK, 0).to(tl.int32)
-        counts = tl.where(full, span_count(span), 0)
-        change = counts.to(tl.int64)
-        word_ptr = page_word_ptr(load_records(heap), page)
-        now = tl.atomic_add(word_ptr, -change, mask=full, sem="relaxed") - change
-        leave_account(heap, page, now, counts, full, runs=False)
-        kept = full & ((now & (KEPT + SLAB)) == (KEPT + SLAB))
-        retire_idle(heap, page, now, kept & (page_out(now) == 0))
+        release_spans(heap, span, full)
     return count_lanes(full)
 
 
 @triton.jit
 def rest_pages(heap, first):
-    """Retire those of the 32 pages from ``first`` on that are slabs with nothing out. Returns how
-    many."""
+    """Retire those of the 32 pages from ``first`` on that are slabs with nothing out, whether or
+    not a place leads to them. Returns how many."""
     lane = tl.arange(0, 32)
     pages = load_pages(heap)
     here = first + lane < pages
     page = tl.minimum(first + lane, pages - 1)
     word = atomic_load(page_word_ptr(load_records(heap), page), here)
-    return retire_idle(heap, page, word, here & ((word & SLAB) != 0) & (page_out(word) == 0))
+    idle = here & ((word & SLAB) != 0) & (page_out(word) == 0)
+    won = idle
+    if any_lane(idle):
+        won = retire_pages(heap, page, word, idle, idle)
+    return count_lanes(won)
 
 
 @triton.jit(noinline=True)
@@ -114,6 +93,16 @@ def take_what_rests(heap):
         some += rest_pages(heap, at)
         at += 32
     return some
+
+
+@triton.jit
+def next_pass(heap, passes, lost, same):
+    """What follows after a pass that found nothing: take what rests. Returns how many passes there
+    were, or more than are allowed if the next could not find anything: nothing rested, this one
+    ``lost`` nothing to others, and saw the ``same`` words as the one before."""
+    rested = take_what_rests(heap)
+    last = (rested == 0) & (lost == 0) & (passes > 0) & same
+    return passes + 1 + tl.where(last, PASSES, 0)
 
 
 @triton.jit(noinline=True)
@@ -185,11 +174,8 @@ def search_slots(heap, cls):
                 tries = tl.where((count > 0) & (tries < PASSES), tries + 1, 0)
                 at += tl.where(tries > 0, 0, 64)
             kind += 1
-        passes += 1
         if found < 0:
-            rested = take_what_rests(heap)
-            if (rested == 0) & (lost == 0) & (passes > 1) & (seen == before):
-                passes += PASSES
+            passes = next_pass(heap, passes, lost, seen == before)
             before = seen
     return found
 
@@ -273,11 +259,8 @@ def find_run(heap, n):
             lost = lost | again.to(tl.int32)
             begin = tl.where(again, page + 1, pick(starts, 63))
             at += tl.where(again, 0, 64)
-        passes += 1
         if found < 0:
-            rested = take_what_rests(heap)
-            if (rested == 0) & (lost == 0) & (passes > 1) & (seen == before):
-                passes += PASSES
+            passes = next_pass(heap, passes, lost, seen == before)
             before = seen
     return found
 

@@ -37,18 +37,17 @@ def usable_size_kernel(heap, addrs, sizes, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def trim_kernel(heap):
-    """Make everything free that rests: what a search takes that finds nothing else, by a program
-    per chunk. Then everybody can find whatever is free, and pages that are free as a whole serve
-    any size.
-
-    A page that has slots in the magazine of one program and lies in the chunk of another is retired
-    by the later of the two: the first when it takes the slots out of the account, the second when
-    it finds nothing out. Both try to exchange the page word, and one succeeds.
-    """
+def rest_magazines_kernel(heap):
+    """Empty all magazines, 64 by each program."""
     first = program_index() * 64
-    at = first
-    while at < first + 64:
-        rest_magazines(heap, at)
-        rest_pages(heap, at)
-        at += 32
+    rest_magazines(heap, first)
+    rest_magazines(heap, first + 32)
+
+
+@triton.jit
+def rest_pages_kernel(heap):
+    """Retire all pages without blocks, a chunk by each program. If magazines are empty, all that is
+    not live is free then, and serves any size."""
+    first = program_index() * 64
+    rest_pages(heap, first)
+    rest_pages(heap, first + 32)

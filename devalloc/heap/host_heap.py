@@ -721,8 +721,8 @@ class Heap(Owner):
         larger ones), where all of a piece is free, and never if a running kernel could be given
         it. A debug heap gives none back: it watches what was freed.
 
-        One launch on the current stream, and no wait, in a heap without a limit. With a limit two
-        launches, after which the call waits for the current stream.
+        Two launches on the current stream, and no wait, in a heap without a limit. With a limit
+        three launches, after which the call waits for the current stream.
 
         Raises
         ------
@@ -745,11 +745,12 @@ class Heap(Owner):
         return given
 
     def _rest(self) -> None:
-        """Make everything free that rests: see ``trim_kernel``."""
+        """Make everything free that is not live: slots in magazines, then pages without blocks."""
         self._require_open()
-        programs = max(-(-self._state_pages // CHUNK_PAGES), self._geometry.magazines // 64)
+        magazines, pages = (-(-n // 64) for n in (self._geometry.magazines, self._state_pages))
         with on_device(self.device):
-            upkeep.trim_kernel[(programs,)](self._handle, num_warps=1)
+            upkeep.rest_magazines_kernel[(magazines,)](self._handle, num_warps=1)
+            upkeep.rest_pages_kernel[(pages,)](self._handle, num_warps=1)
 
     def _take_chunks(self, firsts: list[int], counts: list[int]) -> list[bool]:
         first, count = (self._upload(torch.tensor(each, device="cpu")) for each in (firsts, counts))

@@ -109,7 +109,8 @@ ENTRY_POINTS: dict[str, list[tuple[dict[str, str], int, dict[str, int]]]] = {
     "devalloc.kernels.upkeep.malloc_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.free_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.usable_size_kernel": [(REQUESTS, 1, BLOCK)],
-    "devalloc.kernels.upkeep.trim_kernel": [(HEAP, 1, {})],
+    "devalloc.kernels.upkeep.rest_magazines_kernel": [(HEAP, 1, {})],
+    "devalloc.kernels.upkeep.rest_pages_kernel": [(HEAP, 1, {})],
     "devalloc.kernels.bell.take_chunks_kernel": [
         (HEAP | {"firsts": "*i64", "counts": "*i64", "taken": "*i64"}, 1, {})
     ],
@@ -178,7 +179,8 @@ EVERYWHERE = frozenset({
     "zeros_lanes+debug/w4",
     "pointer_lanes+debug/w4",
     "rows.gather_kernel/w4",
-    "upkeep.trim_kernel/w1",
+    "upkeep.rest_magazines_kernel/w1",
+    "upkeep.rest_pages_kernel/w1",
     "debug_upkeep.audit_kernel+debug/w1",
     "debug_upkeep.clock_kernel/w1",
     PROBE.key,

@@ -11,7 +11,7 @@ from devalloc.heap.geometry import Geometry, initialise
 from devalloc.heap.heap_audit import audit
 from devalloc.heap.state import Snapshot, State, Stats
 from devalloc.kernels.search import take_what_rests
-from devalloc.kernels.upkeep import trim_kernel, usable_size_kernel
+from devalloc.kernels.upkeep import rest_magazines_kernel, rest_pages_kernel, usable_size_kernel
 
 NOWHERE = 1 << 40
 """The address of page 0."""
@@ -129,7 +129,8 @@ class BareHeap:
 
     def trim(self) -> None:
         """The same by many programs."""
-        trim_kernel[(self.geometry.chunks,)](self.handle)
+        rest_magazines_kernel[(self.geometry.chunks,)](self.handle)
+        rest_pages_kernel[(self.geometry.chunks,)](self.handle)
 
     def usable_size(self, addrs: torch.Tensor) -> torch.Tensor:
         sizes = torch.empty_like(addrs)

@@ -98,8 +98,8 @@ ALL = (
     Mutant(
         name="groups_by_place_only",
         file="allocation.py",
-        old="head, rank, users = groups(cls + ((half & 31) << 6), active, 11)",
-        new="head, rank, users = groups((half & 31) << 6, active, 11)",
+        old="head, rank, users = alike(cls + ((half & 31) << 6), active, 11)",
+        new="head, rank, users = alike((half & 31) << 6, active, 11)",
         breaks="lanes get slots of another class: its place has the same number",
         scenario="late_lanes",
     ),
