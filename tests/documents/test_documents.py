@@ -25,7 +25,7 @@ TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in DOCUMEN
 # They use "promise" and others as terms.
 ABOUT_THE_HEAP = {
     "docs/design/heap.md",
-    "docs/memory-order.md",
+    "docs/design/memory-order.md",
     "docs/performance.md",
     "kernels/README.md",
 }

@@ -1,4 +1,4 @@
-"""Every atomic and fence of the device code has its line in docs/memory-order.md."""
+"""Every atomic and fence of the device code has its line in docs/design/memory-order.md."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENT = ROOT / "docs" / "memory-order.md"
+DOCUMENT = ROOT / "docs" / "design" / "memory-order.md"
 ROW = re.compile(r"^\| `(\w+)` \| ([\w., ]+) \| \S", re.M)
 
 
