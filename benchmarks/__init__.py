@@ -4,7 +4,7 @@ Below all: ``results`` (files of rows), ``harness`` (timing, verification, prove
 worker process), ``options`` (of the commands) and ``patches`` (changed copies of the device code).
 Then a folder for each question, in which the modules ``bench_...`` are the commands:
 
-``device``  what a malloc and a free cost. From the bottom: ``rows`` (what is measured),
+``device``  what a malloc and a free cost. From the bottom: ``plan`` (what is measured),
             ``workloads`` (the kernels), ``cuda_malloc`` (CUDA's own malloc), ``bench`` (rounds of
             allocating and freeing), ``sweeps`` and ``runners`` (one function per pattern),
             ``worker`` (a child process that measures rows), ``bench_device``.

@@ -5,13 +5,16 @@
     addr = da.malloc(heap, nbytes)
     da.free(heap, addr)
 
-Layers, from the bottom: ``bits`` (words of bits), ``layout`` (where everything lies), ``atomics``
-(reading what changes; the fence), ``record`` (errors), ``lanes`` and ``groups`` (lanes of a block),
-``pages`` (free pages), ``live`` (live bits), ``lines`` (which pages a program takes slots from),
-``search`` (looking everywhere; runs of pages), ``heap`` (malloc and free), ``addresses`` (which
-block is behind an address), ``debug`` (debug heaps), ``pointers`` (is there a block behind an
-address), ``api`` (what a kernel calls), ``upkeep`` and ``rows`` (what the host launches). Where to
-begin: kernels/README.md. The protocol, and why it is correct: docs/design/heap.md.
+Layers, from the bottom: ``target`` (what is compiled for), ``bits`` (words of bits), ``lanes``
+(lanes of a block), ``atomics`` (reading what changes; the fence), ``layout`` (where everything
+lies), ``error_record``, ``growing`` (asking the host for pages), ``groups`` (lanes that want the
+same), ``payload`` (zeroing and copying blocks), ``pages`` (free pages), ``live`` (live bits),
+``lines`` (which pages a program takes slots from), ``addresses`` (what lies at an address),
+``magazines`` (slots that a program freed last), ``search`` (looking everywhere; runs of pages),
+``allocation`` and ``freeing`` (malloc and free), ``debug`` (debug heaps), ``pointers`` (is there a
+block behind an address), ``api`` (what a kernel calls), ``upkeep`` and ``gather_scatter`` (what the
+host launches). Where to begin: kernels/README.md. The protocol, and why it is correct:
+docs/design/heap.md.
 """
 
 import inspect

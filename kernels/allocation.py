@@ -4,9 +4,10 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_load
-from .bell import ask_for_pages, load_answers, may_grow
 from .bits import divide, halves, join, mix
+from .error_record import record_error
 from .groups import alike, from_leader
+from .growing import ask_for_pages, load_answers, may_grow
 from .lanes import (
     any_lane,
     count_lanes,
@@ -57,7 +58,6 @@ from .lines import (
 from .live import another, claim_others, heard, live_bit, speak_for
 from .magazines import take_span
 from .pages import take_any, window
-from .record import record_error
 from .search import malloc_run, search_slots
 from .target import anew
 

@@ -72,13 +72,12 @@ def atomic_cas(ptr, expected, desired):
 def fence(word):
     """Order all memory accesses of the program before it with all after it, at device scope.
 
-    Atomics on blocks are relaxed, and this fence orders them: an atomic with acquire or release
-    semantics would cost a fence per element, one after the other. (Two kinds acquire by themselves:
-    some scalar atomics, where it costs next to nothing, and the tickets of blocks of several
-    classes, mostly so narrow that a thread has one element.) The barriers carry the order between
-    the threads of the program. ``word`` is any mutable word of the control block: without PTX an
-    acq_rel atomic on it stands for the fence. One wave executes that, and it releases only what has
-    arrived in memory, so each wave first waits for its own accesses.
+    Most atomics are relaxed, and this fence orders them: an atomic with release semantics would
+    cost a fence per element, one after the other. (Promises and claims acquire by themselves: a
+    thread mostly has one such element.) The barriers carry the order between the threads of the
+    program. ``word`` is any mutable word of the control block: without PTX an acq_rel atomic on it
+    stands for the fence. One wave executes that, and it releases only what has arrived in memory,
+    so each wave first waits for its own accesses.
     """
     if has_amdgcn():
         tl.inline_asm_elementwise(

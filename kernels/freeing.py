@@ -6,6 +6,7 @@ import triton.language as tl
 from .addresses import locate, run_head
 from .atomics import atomic_load, fence
 from .bits import divide
+from .error_record import record_error
 from .groups import alike
 from .lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick, width
 from .layout import (
@@ -30,7 +31,6 @@ from .layout import (
 from .lines import leave_account, leave_one, leave_pages
 from .live import live_bit, speak_for, word_period
 from .magazines import put_span
-from .record import record_error
 
 
 @triton.jit(noinline=True)

@@ -115,7 +115,7 @@ E_OUT_OF_MEMORY = tl.constexpr(2)
 E_INVALID_ARGUMENT = tl.constexpr(3)
 # (4 and 5: see ``debug.block_table``.)
 E_INVALID_POINTER = tl.constexpr(6)
-# In a record of an invalid argument, in place of an address: a length of ``rows``, not a size.
+# In a record of an invalid argument, in place of an address: a length of a row, not a size.
 IN_ROWS = tl.constexpr(-1)
 
 

@@ -34,9 +34,9 @@ from .debug.block_table import (
     mark_use,
     record_fault,
 )
+from .error_record import record_error
 from .lanes import any_lane, count_lanes, first_lane, lane_index, pick, width
 from .layout import E_INVALID_POINTER, NUM_CLASSES, PAGE_BYTES, address_of, class_bytes, load_base
-from .record import record_error
 from .target import tell_host
 
 # Who found it, after those of `block_table`.

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import devalloc
-from benchmarks.device import rows as plan
+from benchmarks.device import plan
 from benchmarks.device.cuda_malloc import CudaMalloc
-from benchmarks.device.rows import Row
+from benchmarks.device.plan import Row
 from benchmarks.harness import Clock, Samples, WrongResult, clock_for, require, verify
 from devalloc.heap.debug_table import GUARD_BYTES
 

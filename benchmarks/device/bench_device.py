@@ -24,8 +24,8 @@ import rich
 from rich.console import Console
 
 from benchmarks.child import Child
-from benchmarks.device import rows as plan
-from benchmarks.device.rows import Row
+from benchmarks.device import plan
+from benchmarks.device.plan import Row
 from benchmarks.device.worker import Job, failed_record
 from benchmarks.options import require_device
 from benchmarks.results import RESULTS, RowFile

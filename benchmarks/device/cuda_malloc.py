@@ -2,7 +2,7 @@
 
 The size of its heap is a limit of the process, set before the first module that allocates is
 loaded, and its memory is never given back; so it is measured in a process of its own. Some requests
-take minutes or never end: `benchmarks.device.rows.FAST_FOR_CUDA` says which are asked for.
+take minutes or never end: `benchmarks.device.plan.FAST_FOR_CUDA` says which are asked for.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 import devalloc
-from benchmarks.device import rows as plan
+from benchmarks.device import plan
 from benchmarks.device import workloads as work
 from benchmarks.device.bench import (
     Bench,
@@ -26,7 +26,7 @@ from benchmarks.device.bench import (
     require_values,
 )
 from benchmarks.device.cuda_malloc import ALIGNMENT
-from benchmarks.device.rows import Row
+from benchmarks.device.plan import Row
 from benchmarks.device.space import run_failing, run_live, run_runs, run_shape
 from benchmarks.device.sweeps import run_fill, run_heap, run_streams, thread_trial
 from benchmarks.harness import Samples, WrongResult, require, verify

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 import devalloc
-from benchmarks.device import rows as plan
+from benchmarks.device import plan
 from benchmarks.device import workloads as work
 from benchmarks.device.bench import Bench, Launch, lane_launch, require_rest, require_values
-from benchmarks.device.rows import Row
+from benchmarks.device.plan import Row
 from benchmarks.device.sweeps import thread_trial, with_heap
 from benchmarks.harness import Samples, WrongResult, require, verify
 from devalloc.heap.geometry import Geometry

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 import devalloc
-from benchmarks.device import rows as plan
+from benchmarks.device import plan
 from benchmarks.device import workloads as work
 from benchmarks.device.bench import (
     Bench,
@@ -18,7 +18,7 @@ from benchmarks.device.bench import (
     lane_launch,
     require_rest,
 )
-from benchmarks.device.rows import Row
+from benchmarks.device.plan import Row
 from benchmarks.harness import Samples, WrongResult, require, verify
 
 FILL_LAUNCH = 1 << 20

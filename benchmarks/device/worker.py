@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from benchmarks.device.rows import Row
+from benchmarks.device.plan import Row
 
 if TYPE_CHECKING:
     from benchmarks.device.bench import Bench

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.device.rows import HEAPS, is_usual
+from benchmarks.device.plan import HEAPS, is_usual
 from benchmarks.tables.comparison import number, show
 
 FLAT = 1.5

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from benchmarks.device.rows import CHURN_ROUNDS, is_usual
+from benchmarks.device.plan import CHURN_ROUNDS, is_usual
 from benchmarks.results import ROOT
 
 PEERS = ROOT / "benchmarks" / "peers" / "h200.csv"

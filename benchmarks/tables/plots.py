@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import matplotlib
 
-from benchmarks.device.rows import is_usual
+from benchmarks.device.plan import is_usual
 from benchmarks.results import ROOT, newest, read_rows
 from benchmarks.tables.comparison import number
 

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.device.rows import GROUPS
+from benchmarks.device.plan import GROUPS
 from benchmarks.tables.comparison import Comparison, Results, best, number, peer_values, show
 
 HEADER = ("row", "op", "unit", "ours", "best peer", "", "ratio", "target", "ceiling", "met")

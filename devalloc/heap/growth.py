@@ -1,7 +1,7 @@
 """The memory of a heap that grows: addresses for all of it, memory for what there is so far.
 
 Data, state and the table of a debug heap are reservations. To grow, memory is mapped behind the
-next records and chunks, and then words are copied that no kernel writes: see ``kernels/bell.py``.
+next records and chunks, and then words are copied that no kernel writes: see kernels/growing.py.
 Copies need no program to run, so a heap also grows while programs that wait for it fill the device.
 Chunks that were given back are filled first.
 

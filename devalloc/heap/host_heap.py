@@ -35,7 +35,7 @@ from devalloc.heap.leaks import LeakReport
 from devalloc.heap.recorded_errors import KINDS, ErrorRecords, Fault
 from devalloc.heap.state import Snapshot, State, Stats, describe
 from devalloc.heap.watcher import Bell, watch
-from devalloc.kernels import bell, rows, upkeep
+from devalloc.kernels import gather_scatter, growing, upkeep
 from devalloc.kernels.debug import debug_upkeep
 from devalloc.sizes import PAGE_BYTES, format_size, parse_size
 from devalloc.sources import CudaSource, HostSource, Segment, Source
@@ -670,7 +670,7 @@ class Heap(Owner):
             if known is None:
                 known = max(0, int(offsets[-1]))
         values = torch.empty(known, dtype=dtype, device=self.device)
-        self._move_rows(rows.gather_kernel, addrs, offsets, values)
+        self._move_rows(gather_scatter.gather_kernel, addrs, offsets, values)
         return values, offsets
 
     def scatter(
@@ -698,7 +698,7 @@ class Heap(Owner):
         addrs = self._requests(addrs, "addrs")
         host_rows.check_values(values, offsets, addrs.numel(), self.device)
         values = values.detach().resolve_conj().resolve_neg().contiguous()
-        self._move_rows(rows.scatter_kernel, addrs, offsets.contiguous(), values)
+        self._move_rows(gather_scatter.scatter_kernel, addrs, offsets.contiguous(), values)
 
     def reset(self) -> None:
         """Free everything and forget errors and counts. Waits for the device.
@@ -756,7 +756,9 @@ class Heap(Owner):
         first, count = (self._upload(torch.tensor(each, device="cpu")) for each in (firsts, counts))
         taken = torch.empty_like(first)
         with on_device(self.device):
-            bell.take_chunks_kernel[(len(firsts),)](self._handle, first, count, taken, num_warps=1)
+            growing.take_chunks_kernel[(len(firsts),)](
+                self._handle, first, count, taken, num_warps=1
+            )
         return taken.to(torch.bool).tolist()
 
     def _requests(self, values: torch.Tensor | Sequence[int] | int, name: str) -> torch.Tensor:

@@ -14,8 +14,8 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import harness
-from benchmarks.device import bench_order, rows
-from benchmarks.device.rows import Row
+from benchmarks.device import bench_order, plan
+from benchmarks.device.plan import Row
 from benchmarks.device.worker import failed_record
 from benchmarks.results import PROVENANCE, RESULTS, RowFile, newest, read_rows
 from benchmarks.tables import checks, compare, comparison, plots, readme_table, tables
@@ -52,9 +52,9 @@ def our_row(row: Row, op: str, median: float) -> dict[str, str]:
 
 def test_the_launch_is_added_and_never_subtracted() -> None:
     ours = [
-        our_row(rows.make("empty", 0, 1), "kernel", 0.002),
-        our_row(rows.make("thread", 64, 1), "alloc", 0.004),
-        our_row(rows.make("frag", 4096, 100_000), "span", 1.05),
+        our_row(plan.make("empty", 0, 1), "kernel", 0.002),
+        our_row(plan.make("thread", 64, 1), "alloc", 0.004),
+        our_row(plan.make("frag", 4096, 100_000), "span", 1.05),
     ]
     assert Results(ours, 0.005).value("thread-64-1", "alloc") == pytest.approx(0.007)
     assert Results(ours, 0.001).value("thread-64-1", "alloc") == pytest.approx(0.004)
@@ -72,7 +72,7 @@ def test_the_launch_is_added_and_never_subtracted() -> None:
     ],
 )
 def test_a_target_is_met_only_by_a_clean_row(changes: dict[str, str], met: bool) -> None:
-    row = rows.make("thread", 64, 1_000_000)
+    row = plan.make("thread", 64, 1_000_000)
     target = {"row": row.name, "op": "alloc", "target": "0.015", "unit": "ms", "better": "lower"}
     results = Results([our_row(row, "alloc", 0.014) | changes])
     (line,) = comparison.compare(results, read_rows(comparison.PEERS), [target])
@@ -81,7 +81,7 @@ def test_a_target_is_met_only_by_a_clean_row(changes: dict[str, str], met: bool)
 
 
 def test_rows_that_differ_in_size_are_one_line() -> None:
-    ours = [our_row(rows.make("thread", size, 1_000_000), "alloc", 0.014) for size in (16, 64)]
+    ours = [our_row(plan.make("thread", size, 1_000_000), "alloc", 0.014) for size in (16, 64)]
     targets = [
         {"row": row["row"], "op": "alloc", "target": "1", "unit": "ms", "better": "lower"}
         for row in ours
@@ -94,8 +94,8 @@ def test_rows_that_differ_in_size_are_one_line() -> None:
 
 
 def test_a_group_table_shows_what_went_wrong_and_the_peer() -> None:
-    row = rows.make("thread", 64, 1)
-    ours = [our_row(row, "alloc", 0.25), our_row(rows.make("fill", 64, 100_000, param=95), "-", 1)]
+    row = plan.make("thread", 64, 1)
+    ours = [our_row(row, "alloc", 0.25), our_row(plan.make("fill", 64, 100_000, param=95), "-", 1)]
     ours[1]["check"] = "hang: over 90 s"
     peers = read_rows(comparison.PEERS)
     found = tables.group_table(ours, peers, "target")
@@ -118,7 +118,7 @@ def test_the_block_in_a_document_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_ceiling_is_the_floor_and_the_addresses() -> None:
-    results = Results([our_row(rows.make("empty", 0, 1), "kernel", 0.003)], 0.005)
+    results = Results([our_row(plan.make("empty", 0, 1), "kernel", 0.003)], 0.005)
     assert results.ceiling("thread-64-1000000", "alloc") == pytest.approx(0.005 + 1e6 / 520e6)
     assert results.ceiling("churn-64-1024", "kernel") == pytest.approx(0.005 + 65_536 / 110e6)
     assert results.ceiling("oom-64-10000", "utilisation") == 1.0
@@ -130,10 +130,10 @@ def test_a_ceiling_is_the_floor_and_the_addresses() -> None:
 
 def flat_rows(**slow: float) -> list[dict[str, str]]:
     """Rows of the n sweep that cost 1 ns per request, times `slow` for some counts."""
-    ours = [our_row(rows.make("empty", 0, 1), "kernel", 0.003)]
-    for n in rows.COUNTS:
+    ours = [our_row(plan.make("empty", 0, 1), "kernel", 0.003)]
+    for n in plan.COUNTS:
         cost = 1e-6 * slow.get(f"n{n}", 1.0)
-        ours.append(our_row(rows.make("thread", 64, n), "alloc", 0.003 + n * cost))
+        ours.append(our_row(plan.make("thread", 64, n), "alloc", 0.003 + n * cost))
     return ours
 
 
@@ -156,10 +156,10 @@ def test_a_cost_that_is_not_flat_is_found(slow: dict[str, float], flat: str, ris
 def test_tails_and_levels_and_heaps_are_checked() -> None:
     ours = []
     for level, median in ((0, 1.0), (95, 3.5)):
-        ours.append(our_row(rows.make("fill", 64, 100_000, param=level), "alloc", median))
-        tail = rows.make("tail", 64, 100_000, param=level)
+        ours.append(our_row(plan.make("fill", 64, 100_000, param=level), "alloc", median))
+        tail = plan.make("tail", 64, 100_000, param=level)
         ours.append(our_row(tail, "alloc", 1.0) | {"p99": str(2 * median)})
-    ours += [our_row(rows.make("heap", 64, 100_000, param=h), "free", 1.0) for h in rows.HEAPS]
+    ours += [our_row(plan.make("heap", 64, 100_000, param=h), "free", 1.0) for h in plan.HEAPS]
     found = {check.what: check.verdict for check in checks.all_checks(ours)}
     assert found["alloc, 64 B: 95 % full / empty"] == "no"
     assert found["alloc, 64 B, 0 % full: p99 of 1000 rounds / median"] == "yes"
@@ -191,7 +191,7 @@ def test_a_plot_leaves_out_wrong_rows_and_other_widths() -> None:
     ours[1]["failures"] = "1"
     ours[2]["lanes"] = "256"
     (points,) = plots.series(ours, plots.PLOT_LIST[0]).values()
-    assert [n for n, _ in points] == list(rows.COUNTS)[2:]
+    assert [n for n, _ in points] == list(plan.COUNTS)[2:]
 
 
 def test_the_documents_get_tables_checks_and_plots(tmp_path: Path) -> None:
@@ -233,15 +233,15 @@ def test_later_files_replace_rows_of_earlier_ones(tmp_path: Path) -> None:
     for name, median in (("a", 1.0), ("b", 2.0)):
         file = RowFile(tmp_path / name)
         source = {"gpu": "x", "date": "2000-01-01", "commit": name}
-        file.write(our_row(rows.make("thread", 64, 1), "alloc", median) | source)
+        file.write(our_row(plan.make("thread", 64, 1), "alloc", median) | source)
         assert file.path is not None
         paths.append(file.path)
     assert [row["median"] for row in compare.merged(tuple(paths))] == ["2.0"]
 
 
 def test_what_a_debug_heap_costs() -> None:
-    row = rows.make("thread", 64, 1)
-    debug = rows.make("thread", 64, 1, allocator="debug")
+    row = plan.make("thread", 64, 1)
+    debug = plan.make("thread", 64, 1, allocator="debug")
     ours = [our_row(row, "alloc", 0.004), our_row(row, "free", 0.002)]
     both = [*ours, our_row(debug, "alloc", 0.010)]
     assert tables.debug_table(both) == "- `thread-64-1`: alloc 2.5"

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 
 import devalloc
 from benchmarks import child, harness
-from benchmarks.device import bench_device, cuda_malloc, rows, runners, space, sweeps
+from benchmarks.device import bench_device, cuda_malloc, plan, runners, space, sweeps
 from benchmarks.device.bench import Bench, Trial, alloc_then_free, nothing, rest_of
-from benchmarks.device.rows import Row
+from benchmarks.device.plan import Row
 from benchmarks.device.worker import Job, failed_record
 from benchmarks.results import RowFile, newest, read_rows
 from benchmarks.tables import comparison
@@ -33,14 +33,14 @@ def bench(device: str) -> Iterator[Bench]:
         yield bench
 
 
-ALL = rows.rows_of(rows.GROUPS)
+ALL = plan.rows_of(plan.GROUPS)
 TINY = {
-    row.pattern: rows.shrink(row)
+    row.pattern: plan.shrink(row)
     for row in ALL
     if row.allocator in ("devalloc", "none") and row.param != 99  # a full heap is searched slowly
 }
-TINY["bump"] = rows.shrink(rows.make("thread", 64, 100, allocator="bump"))
-TINY["cold"] = rows.shrink(rows.make("thread", 64, 100, state="cold"))
+TINY["bump"] = plan.shrink(plan.make("thread", 64, 100, allocator="bump"))
+TINY["cold"] = plan.shrink(plan.make("thread", 64, 100, state="cold"))
 
 
 @pytest.mark.parametrize("pattern", sorted({*runners.RUNNERS, "bump", "cold"}))
@@ -169,7 +169,7 @@ def test_an_allocator_that_hands_out_what_lives_is_not_timed(bench: Bench) -> No
 
 
 def test_a_fill_row_that_cannot_fit_is_not_timed(bench: Bench) -> None:
-    row = rows.make("fill", 64, bench.fill_slots, param=50)
+    row = plan.make("fill", 64, bench.fill_slots, param=50)
     free = bench.fill_slots // 2
     with pytest.raises(harness.WrongResult, match=f"do not fit: {free} slots are free"):
         runners.run(bench, row)
@@ -184,7 +184,7 @@ def test_the_fill_level_is_exact(bench: Bench, level: int, monkeypatch: pytest.M
         return []
 
     monkeypatch.setattr(sweeps, "alloc_then_free", look)
-    runners.run(bench, rows.shrink(rows.make("fill", 1024, 100, param=level)))
+    runners.run(bench, plan.shrink(plan.make("fill", 1024, 100, param=level)))
     assert seen == [bench.fill_slots * level // 100 * 1024]
 
 
@@ -211,7 +211,7 @@ def test_the_cuda_baseline_compiles_for_the_device() -> None:
 @pytest.mark.gpu
 def test_the_cuda_baseline_is_measured(tmp_path: Path) -> None:
     plan = (("thread", 1), ("thread", 1000), ("latency", 10))
-    chosen = tuple(rows.make(pattern, 64, n, allocator="cuda") for pattern, n in plan)
+    chosen = tuple(plan.make(pattern, 64, n, allocator="cuda") for pattern, n in plan)
     job = Job(chosen, "cuda", 64 << 20, 3, 1)
     file = RowFile(tmp_path)
     bench_device.Measurement(job, file, row_seconds=60.0, budget=120.0).run()
@@ -273,7 +273,7 @@ def test_a_row_that_hangs_is_recorded_and_the_next_is_measured(
 
     monkeypatch.setattr(child.subprocess, "Popen", start)
     monkeypatch.setattr(bench_device, "START_SECONDS", 2.0)
-    job = Job(tuple(rows.make("thread", size, 8) for size in (16, 32, 64, 128)), "cpu", 1, 1, 1)
+    job = Job(tuple(plan.make("thread", size, 8) for size in (16, 32, 64, 128)), "cpu", 1, 1, 1)
     file = RowFile(tmp_path)
     measurement = bench_device.Measurement(job, file, row_seconds=2.0, budget=60.0)
     measurement._source = dict(source)
@@ -303,7 +303,7 @@ def test_a_budget_that_ends_within_the_first_row_is_no_crash(
         return real([sys.executable, "-c", f"import time\n{said}\ntime.sleep(60)"], **options)
 
     monkeypatch.setattr(child.subprocess, "Popen", start)
-    job = Job((rows.make("thread", 64, 8),), "cpu", 1, 1, 1)
+    job = Job((plan.make("thread", 64, 8),), "cpu", 1, 1, 1)
     measurement = bench_device.Measurement(job, RowFile(tmp_path), row_seconds=60.0, budget=1.0)
     measurement.run()
     assert measurement.pending == list(job.rows)
@@ -326,22 +326,22 @@ def test_a_row_that_does_not_fit_is_left_out(tmp_path: Path) -> None:
 
 def test_every_target_is_measured_and_every_key_is_unique() -> None:
     assert len({row.key for row in ALL}) == len(ALL)
-    targets = {row.name for row in rows.target_rows()}
+    targets = {row.name for row in plan.target_rows()}
     assert {line["row"] for line in read_rows(comparison.TARGETS)} <= targets
-    assert targets >= rows.QUICK
+    assert targets >= plan.QUICK
 
 
 def test_the_sweeps_span_what_they_should() -> None:
-    assert {1, 16_384, 16_777_216} <= {row.n for row in rows.n_rows()}
-    assert {row.size for row in rows.size_rows()} >= {16, 1 << 20}
-    assert [row.param for row in rows.fill_rows()][:7] == [0, 25, 50, 75, 90, 95, 99]
-    assert {row.param for row in rows.heap_rows()} >= {64 << 20, 100 << 30}
-    assert {row.warps for row in rows.warps_rows()} == {1, 2, 4, 8, 16}
-    assert {row.param for row in rows.streams_rows()} == {1, 2, 4, 8}
-    assert {row.param for row in rows.tail_rows()} == {0, 50, 95}
-    assert {row.pattern for row in rows.space_rows()} == rows.SPACE
-    for row in [*rows.fill_rows(), *rows.tail_rows()]:
-        assert rows.FILL_SLOTS * (100 - (row.param or 0)) // 100 >= row.n
+    assert {1, 16_384, 16_777_216} <= {row.n for row in plan.n_rows()}
+    assert {row.size for row in plan.size_rows()} >= {16, 1 << 20}
+    assert [row.param for row in plan.fill_rows()][:7] == [0, 25, 50, 75, 90, 95, 99]
+    assert {row.param for row in plan.heap_rows()} >= {64 << 20, 100 << 30}
+    assert {row.warps for row in plan.warps_rows()} == {1, 2, 4, 8, 16}
+    assert {row.param for row in plan.streams_rows()} == {1, 2, 4, 8}
+    assert {row.param for row in plan.tail_rows()} == {0, 50, 95}
+    assert {row.pattern for row in plan.space_rows()} == plan.SPACE
+    for row in [*plan.fill_rows(), *plan.tail_rows()]:
+        assert plan.FILL_SLOTS * (100 - (row.param or 0)) // 100 >= row.n
 
 
 def test_cuda_rows_come_last_and_in_a_child_of_their_own() -> None:
@@ -351,8 +351,8 @@ def test_cuda_rows_come_last_and_in_a_child_of_their_own() -> None:
 
 
 def test_one_small_row_per_kernel_is_compiled_ahead() -> None:
-    ahead = rows.compile_only(ALL)
+    ahead = plan.compile_only(ALL)
     assert len({(row.lanes, row.warps) for row in ahead if row.pattern == "thread"}) == 10
     assert all(row.n <= 2 and row.allocator == "devalloc" for row in ahead)
     fills = [row for row in ALL if row.pattern in ("fill", "streams")]
-    assert [row.key for row in rows.compile_only(fills)] == ["thread-64-2@128x1"]
+    assert [row.key for row in plan.compile_only(fills)] == ["thread-64-2@128x1"]

@@ -11,7 +11,7 @@ from devalloc import kernels as da
 from devalloc.heap.geometry import Geometry, Present, initialise
 from devalloc.heap.heap_audit import audit
 from devalloc.heap.state import State
-from devalloc.kernels import bell, layout
+from devalloc.kernels import growing, layout
 from devalloc.sizes import PAGE_BYTES
 from devalloc.testing import PCT, Exhaustive, Interleaving, Launch, Run, ScheduleError
 from tests.conftest import ON_GPU
@@ -182,7 +182,7 @@ def taking_lab(hasty: bool) -> Interleaving:
     take = (
         Launch(hasty_take_kernel, (1,), heap.handle, heap.row, taken)
         if hasty
-        else Launch(bell.take_chunks_kernel, (1,), heap.handle, firsts, counts, taken)
+        else Launch(growing.take_chunks_kernel, (1,), heap.handle, firsts, counts, taken)
     )
     return Interleaving(
         Launch(pair_kernel, (1,), heap.handle, large, 10 * PAGE_BYTES, 1),

@@ -27,7 +27,7 @@ KERNEL_LAYERS = [
     {"lanes"},
     {"atomics"},
     {"layout"},
-    {"record", "debug.block_table", "bell"},
+    {"error_record", "debug.block_table", "growing"},
     {"payload", "groups"},
     {"pages", "live", "debug.guards"},
     {"lines", "addresses"},
@@ -36,7 +36,7 @@ KERNEL_LAYERS = [
     {"allocation", "freeing"},
     {"debug.guarded_calls", "pointers"},
     {"api"},
-    {"upkeep", "debug.debug_upkeep", "rows"},
+    {"upkeep", "debug.debug_upkeep", "gather_scatter"},
     {"__init__", "debug"},
 ]
 
