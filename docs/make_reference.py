@@ -24,6 +24,8 @@ WIDTH = 92
 SECTIONS: list[tuple[str, str, tuple[str, ...]]] = [
     ("In kernels", "devalloc.kernels", ()),
     ("Heaps", "devalloc", ("Heap", "Stats", "Snapshot", "launcher")),
+    ("Errors of a heap", "devalloc.heap.recorded_errors", ("Fault",)),
+    ("Leaks of a debug heap", "devalloc.heap.leaks", ("LeakReport", "TagLeaks", "LiveBlock")),
     ("Pictures of heaps", "devalloc.report", ()),
     ("Arenas", "devalloc", ("Arena", "Block")),
     (

@@ -434,6 +434,9 @@ class Heap(Owner):
     def leaks(self) -> LeakReport:
         """The live blocks of a debug heap, by tag, with sizes and ages. Waits for the device.
 
+        Ask where nothing should be live: a block that is still in use is listed like one that was
+        forgotten.
+
         Raises
         ------
         InvalidArgument

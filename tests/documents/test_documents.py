@@ -26,6 +26,7 @@ TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in DOCUMEN
 ABOUT_THE_HEAP = {
     "docs/design/heap.md",
     "docs/design/memory-order.md",
+    "docs/interleaving.md",
     "docs/performance.md",
     "kernels/README.md",
 }

@@ -120,7 +120,7 @@ ALL = (
         scenario="whole_pages_or_late_ticket",
     ),
     Mutant(
-        name="reservation_is_not_undone",
+        name="promise_is_not_undone",
         file="lines.py",
         old='now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change',
         new='now = tl.atomic_add(ptr, -change * 0, mask=there, sem="relaxed")',
@@ -136,7 +136,7 @@ ALL = (
         scenario="late_ticket",
     ),
     Mutant(
-        name="claimed_without_a_reservation",
+        name="claimed_without_a_promise",
         file="allocation.py",
         old="good = got & (rank < granted)",
         new="good = got",
@@ -144,7 +144,7 @@ ALL = (
         scenario="late_lanes",
     ),
     Mutant(
-        name="claimed_before_the_reservation",
+        name="claimed_before_the_promise",
         file="allocation.py",
         old=PROMISE_IN_MIXED,
         new="""\
