@@ -138,10 +138,10 @@ def malloc(heap, nbytes, mask=None, tag=0):
 
     Returns
     -------
-    int64 address(es), 0 where there is no memory. At least 16-byte aligned; a size that is a
-    power of two up to the page (64 KiB) is aligned to that, larger requests to the page. 0 bytes gives 0 and is
-    no failure. A negative size gives 0 and is recorded as InvalidArgument; exhaustion gives 0
-    and is recorded as OutOfMemory.
+    int64 address(es), 0 where there is no memory. At least 16-byte aligned; a size that is a power
+    of two up to the page (64 KiB) is aligned to that, larger requests to the page. 0 bytes gives 0
+    and is no failure. A negative size gives 0 and is recorded as InvalidArgument; exhaustion gives
+    0 and is recorded as OutOfMemory.
 
     Notes
     -----
