@@ -24,10 +24,10 @@ STATES = {
 ARROWS = (
     ("free", "line", "open: clear the bit, add", (0, -10)),
     ("line", "slab", "last ticket: clear KEPT", (0, -10)),
-    ("slab", "half", "frees: set its bit", (-64, 4)),
-    ("half", "line", "open: clear its bit", (58, -6)),
+    ("slab", "half", "frees: set its bit", (52, 4)),
+    ("half", "line", "open: clear its bit", (70, -16)),
     ("line", "idle", "frees", (26, 4)),
-    ("idle", "free", "search, trim: retire", (-52, -12)),
+    ("idle", "free", "search, trim: retire", (70, -16)),
     ("slab", "free", "last free: retire (swap to 0, set the bit)", (0, -66)),
     ("free", "run", "malloc, free", (46, 4)),
 )

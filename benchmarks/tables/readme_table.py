@@ -124,7 +124,7 @@ def draw(lines: list[Comparison], peers: Rows, folder: Path) -> Path:
             axes.bar_label(drawn, [f"{us:,.0f} us" for _, us in found], padding=4)
             axes.set_xscale("log")
             axes.set_xlim(5, 20 * found[0][1])
-            axes.set_title(f"{name}: a million blocks of 64 B (log scale)")
+            axes.set_title(f"{name}: 1M x 64 B (log scale)")
             axes.set_xticks([])
             axes.minorticks_off()
             axes.spines[["top", "right", "bottom"]].set_visible(False)

@@ -12,6 +12,7 @@ from benchmarks.tables.tables import table
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator
 
 Rows = list[dict[str, str]]
 
@@ -72,6 +73,11 @@ def draw(rows: Rows, folder: Path = PLOTS) -> Path:
             axes.barh([bar[0] for bar in bars], [bar[at] for bar in bars])
             axes.axvline(1, color="black", linewidth=1)
             axes.set_xscale("log")
+            least, most = axes.get_xlim()
+            base = 2 if most / least < 64 else 10
+            axes.xaxis.set_major_locator(LogLocator(base=base))
+            axes.xaxis.set_major_formatter("{x:g} x")
+            axes.minorticks_off()
             axes.set(title=f"{title}, over the heap's")
             axes.grid(alpha=0.3, axis="x")
         folder.mkdir(parents=True, exist_ok=True)
