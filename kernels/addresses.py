@@ -61,8 +61,8 @@ def run_head(records, page, seeks):
 
 @triton.jit
 def usable_any(heap, addr, active):
-    """Bytes (int64) that may be used at int64 addresses, a scalar or a block; 0 where nothing
-    lives, and in inactive lanes."""
+    """Bytes (int64) that may be used at int64 addresses, a scalar or a block; 0 where no
+    block is, and in inactive lanes."""
     inside, page, granule = locate(heap, addr, active)
     records = load_records(heap)
     ptr, bit = live_bit(records, page, granule)

@@ -178,8 +178,8 @@ def free(heap, addr, mask=None):
 
 @triton.jit
 def usable_size(heap, addr, mask=None):
-    """Bytes (int64) that may be used at ``addr``, at least what was asked for; 0 if nothing
-    lives there. In a debug heap exactly what was asked for. Two atomics side by side; changes
+    """Bytes (int64) that may be used at ``addr``, at least what was asked for; 0 if no block
+    is there. In a debug heap exactly what was asked for. Two atomics side by side; changes
     nothing."""
     addrs, active = as_request(heap, addr, mask)
     active = of_heap(heap, active)
@@ -268,7 +268,7 @@ def pointer(heap, addr, dtype: tl.constexpr, mask=None):
 
     A debug heap: an element that does not lie in a live block, in the bytes that were asked for, is
     recorded as InvalidPointer, with what became of the block; the lane's pointer then leads to
-    memory that nobody uses. So the kernel goes on, and `Heap.check` raises. Four reads of the
+    memory that no block has. So the kernel goes on, and `Heap.check` raises. Four reads of the
     table's words.
 
     In Triton's interpreter, on an ordinary heap: the first such element raises at once, with the

@@ -35,7 +35,7 @@ from .magazines import put_span
 
 @triton.jit(noinline=True)
 def report_wrong(heap, addr):
-    """Record that ``addr`` (int64 scalar), which is not 0, was freed though nothing lives there: a
+    """Record that ``addr`` (int64 scalar), which is not 0, was freed though no block is there: a
     double free if a block could have begun there, or else an invalid one. Returns 0."""
     inside, page, granule = locate(heap, addr, addr != 0)
     word = atomic_load(page_word_ptr(load_records(heap), page))

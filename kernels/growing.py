@@ -79,7 +79,7 @@ def ask_for_pages(heap, nbytes, seen):
 @triton.jit
 def take_chunks_kernel(heap, firsts, counts, taken):
     """``taken[i]`` = 1 if all pages of the ``counts[i]`` chunks from chunk ``firsts[i]`` on were
-    free, and now are nobody's; 0 if not, and nothing has changed. A program for each i."""
+    free, and now are the host's; 0 if not, and nothing has changed. A program for each i."""
     index = tl.program_id(0)
     words = free_row(heap) + tl.load(firsts + index)
     count = tl.load(counts + index)

@@ -129,7 +129,7 @@ def immutable_load(word):
 def load_immutable(heap, word: tl.constexpr):
     """One immutable word of the control block (int64).
 
-    On CUDA a load that is declared to read what nobody writes (``ld.global.nc``). A plain load
+    On CUDA a load that is declared to read what is never written (``ld.global.nc``). A plain load
     would be repeated after every acquire and every barrier, each time from beyond the first-level
     cache, which an acquire empties.
     """

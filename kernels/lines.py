@@ -86,9 +86,9 @@ def ticket_place(word, rank, slots):
 
 @triton.jit
 def retire(heap, page, word, idle, listed):
-    """Take the ``idle`` pages, which have nothing out by their words, out of use, unless somebody
-    has come to them since. Returns those that now are the caller's. Those that are ``listed`` may
-    be in the row of their class."""
+    """Take the ``idle`` pages, which have nothing out by their words, out of use, unless another
+    program has come to them since. Returns those that now are the caller's. Those that are
+    ``listed`` may be in the row of their class."""
     lane = lane_index(page)
     ptr = page_word_ptr(load_records(heap), page)
     if is_block(page):

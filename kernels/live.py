@@ -69,9 +69,9 @@ def heard(page, granule, wrong):
 
 @triton.jit
 def another(word, granule, size):
-    """The granule to try next for a slot of ``size`` bytes when the one at ``granule`` was somebody
-    else's and its word of live bits is ``word``: that of a clear bit of the word, or else some way
-    off, mostly in another word. Each lane was promised a slot of its page, so it will find one.
+    """The granule to try next for a slot of ``size`` bytes when the one at ``granule`` was another
+    program's and its word of live bits is ``word``: that of a clear bit of the word, or else some
+    way off, mostly in another word. Each lane was promised a slot of its page, so it will find one.
 
     Lanes that tried neighbouring bits of one word look for clear ones from bits far apart, and so
     do different programs. Neighbouring slots are what other lanes of a draw try, so the way leads

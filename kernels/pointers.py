@@ -3,7 +3,7 @@ interpreter, and what is recorded if there is none.
 
 An address is *sound* for so many bytes if they all lie in one live block; it may be an inner
 address. In a debug heap the table tells, and the bytes are those that were asked for. A lane whose
-address is not sound is recorded, and gets a pointer to where nobody lives instead: the page in
+address is not sound is recorded, and gets a pointer to unused memory instead: the page in
 front of the heap, of which only the last bytes are a guard. So the kernel goes on and the record is
 read; an access through a null pointer would end the process's use of the device.
 
@@ -96,7 +96,7 @@ def report_pointers(heap, addr, nbytes, wrong, finder):
 @triton.jit
 def sound_or_aside(heap, addr, nbytes: tl.constexpr, active):
     """In a debug heap: int64 addresses, and where those of active lanes are not sound for
-    ``nbytes``, which is recorded, the address of memory that nobody uses."""
+    ``nbytes``, which is recorded, the address of unused memory."""
     heap = control_block(heap)
     block, word, birth = look_up(heap, addr, active)
     sound = is_live(word) & (addr - block + nbytes <= entry_size(word))

@@ -14,17 +14,17 @@ heap.
 
 In a debug heap no slot is smaller than a cell, so no two blocks begin in one.
 
-Entry, first word: written by whoever has the block. A free clears the live bit in it by an `and`,
-a realloc by a compare-and-swap; whoever cleared it has the block to itself from then on. (Before
-the address is handed on nobody else has a right to free the block; a wrong free merely comes before
-or after the store.)
+Entry, first word: written by the owner of the block. A free clears the live bit in it by an `and`,
+a realloc by a compare-and-swap; the call that cleared it owns the block alone from then on. (Before
+the address is handed on, no other program may free the block; a wrong free merely comes before or
+after the store.)
 
     0..39   size in bytes, as requested
     40..55  tag
     56..59  live: bit of the granule, of the four in the cell, at which the block begins
     60..61  that granule, which stays when the live bit goes
 
-Entry, second word: written and read only by whoever has the block to itself.
+Entry, second word: written and read only by the call that owns the block alone.
 
     0..39   when it was allocated, in ticks of 1024 ns
     40..63  epoch of the page then
@@ -37,7 +37,7 @@ can be said about the bytes.
     32..63  epoch
 
 Concurrency: only a malloc that has got a block in the page changes its mark, to the block's use.
-While the block lives, the page has no other use, so all who change the mark write the same.
+While the block is live, the page has no other use, so all who change the mark write the same.
 """
 
 import triton

@@ -1,26 +1,28 @@
 """malloc, free, usable_size, zeros and realloc of a debug heap.
 
-A layer over ``heap``: it asks for more than the user does, keeps an entry per block in the table
-(``block_table``), and looks at the guards (``guards``) whenever it has a block to itself.
+A layer over ``allocation`` and ``freeing``: it asks for more than the user does, keeps an entry per
+block in the table (``block_table``), and looks at the guards (``guards``) whenever it owns a block
+alone.
 
 Shared words and their writers
     *Entry*: the malloc that claimed the block stores it; a free clears the live bit in it. A free
-    whose `and` finds the bit set has the block to itself, for the heap's own live bit is still set:
-    it looks at the guards, poisons the block, and only then gives it to ``heap.free_any``.
+    whose `and` finds the bit set owns the block alone, for the heap's own live bit is still set: it
+    looks at the guards, poisons the block, and only then gives it to ``freeing.free_any``.
     *Mark*: see ``block_table``.
 Linearisation
-    malloc: as in ``heap``. free: other frees see the clearing of the entry's live bit, mallocs see
-    the subtraction from the page word; a second free in between is a double free either way. A free
-    that fails does so at its `and`.
+    malloc: as in an ordinary heap. free: other frees see the clearing of the entry's live bit,
+    mallocs see the subtraction from the page word; a second free in between is a double free either
+    way. A free that fails does so at its `and`.
 Order
     Poison is written before the fence at the start of ``free_any``, and the next malloc of the
     block fences behind its claim, so it reads poison. A free fences before it looks at guards, so
     that it sees what was written before the address was handed on to it, by whatever atomics.
 Reuse (ABA)
-    A free with an address that was handed out again is a free of the new block, as in ``heap``.
+    A free with an address that was handed out again is a free of the new block, as in
+    an ordinary heap.
 Progress
-    As in ``heap``: this layer waits for nobody. It costs a call a bounded amount of work, unless
-    the heap watches everything: then that grows with the size of the block.
+    This layer waits for no other program. It costs a call a bounded amount of work, unless the heap
+    watches everything: then that grows with the size of the block.
 """
 
 import triton
@@ -126,7 +128,7 @@ def adopt(heap, addr, padded, active):
     fence(heap + ERRORS)
     page, _granule = place_of(load_base(heap), addr)
     use = page_use(padded, active)
-    # All loads that depend on the address alone are under way before any is waited for.
+    # All loads that depend on the address alone are under way before any is used.
     mark = load_once(mark_ptr(heap, page), got)
     word, birth = load_entry(entry_ptr(heap, addr), got)
     head = load_head(addr, got)
@@ -204,8 +206,8 @@ def malloc_guarded(heap, nbytes, active, tag, ZERO: tl.constexpr):
 
 @triton.jit
 def check_guards(heap, addr, nbytes, page, finder, active):
-    """Look at the guards of live blocks that the active lanes have, record those that somebody
-    wrote to, and mend them."""
+    """Look at the guards of live blocks that the active lanes have, record those that were
+    written, and mend them."""
     changed = any_bit(near_wrong(addr, nbytes, active) | front_wrong(addr, active))
     if watches_all(heap):
         end = far_end(heap, nbytes, block_at(heap, page, active))
@@ -239,7 +241,7 @@ def free_guarded(heap, addr, active):
 
 @triton.jit
 def report_lanes(heap, addr, word, wrong):
-    """Record for ``wrong`` lanes that nothing lives at ``addr``; the entry there is ``word``."""
+    """Record for ``wrong`` lanes that no block is at ``addr``; the entry there is ``word``."""
     while any_lane(wrong):
         lane = first_lane(wrong)
         report_not_live(heap, pick(addr, lane), pick(word, lane))
@@ -305,10 +307,10 @@ def realloc_guarded(heap, addr, nbytes, active, tag):
 @triton.jit
 def shrink(heap, addr, nbytes, owner, word, entry, stays):
     """Give the live blocks of the lanes in ``stays`` another size, not larger, where they are.
-    Returns the lanes that did. (Where the entry is not ``word`` any more, because somebody freed
-    the block meanwhile, that is recorded like a second free, and nothing changes.)
+    Returns the lanes that did. (Where the entry is not ``word`` any more, because the block
+    was freed meanwhile, that is recorded like a second free, and nothing changes.)
 
-    As in a free, whoever takes the live bit away has the block alone, until it is back."""
+    As in a free, the call that takes the live bit away owns the block alone, until it is back."""
     _inside, page, granule = locate(heap, addr, stays)
     dead = word & (live_flag(granule) ^ -1)
     old = atomic_cas(entry, word, tl.where(stays, dead, word))

@@ -1,4 +1,4 @@
-"""Guards of a debug heap: bytes that nobody should change, and the code that looks at them.
+"""Guards of a debug heap: bytes that must not change, and the code that looks at them.
 
 Every byte of a guard is POISON_BYTE. The guards of a live block of n bytes are
 
@@ -14,10 +14,10 @@ Heads and the zones around a block are looked at by code without branches, and o
 whether anything is wrong at all. If so, slow code finds out what.
 
 Why the front may lie in another's slot: a block has 32 bytes more than was asked for, so the last
-16 of a slot or run are nobody's memory, whoever has it. They are written by the malloc that first
+16 of a slot or run belong to no block. They are written by the malloc that first
 gets the block behind them, and do not change until the page is cut for something else.
 
-Concurrency: near zone and poison belong to whoever has the block. The front may be written or
+Concurrency: near zone and poison belong to the owner of the block. The front may be written or
 mended by the two neighbours at once, both of whom write poison.
 
 Branches depend on what is read here by plain loads, although a stray write may come at any moment.

@@ -118,7 +118,7 @@ def without(scenario: Scenario) -> Iterator[None]:
 class Scenario:
     """Programs that meet.
 
-    ``before``: sizes of blocks that live in slots 0, 1, ... when they begin. ``magazines``: how
+    ``before``: sizes of the blocks in slots 0, 1, ... when they begin. ``magazines``: how
     many there are; 0: nothing is put into magazines. ``searches``: whether a malloc searches that
     finds nothing by its line. ``polls``: how often a program looks whether a place is open.
     ``exact``: whether histories must be linearisable, wrong frees included; if not, there must be

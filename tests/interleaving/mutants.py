@@ -290,7 +290,7 @@ ALL = (
         file="freeing.py",
         old="double = (run == 0) | (page - head >= atomic_load(ptr + LENGTH))",
         new="double = taken == 0",
-        breaks="a double free counts as an address that nobody had, if its page is on its way",
+        breaks="a double free counts as an address that no block had, if its page is on its way",
         scenario="page_on_its_way",
     ),
     Mutant(
