@@ -137,6 +137,7 @@ def retire_run(heap, page, word):
         # (Not before: the word may be that of another run by now.)
         length = atomic_load(ptr + LENGTH).to(tl.int32)
         give_run(heap, page, length + touch_words(heap, page, length))
+        lower_hint(heap, page, page >= 0)
     return page * 0
 
 
@@ -181,7 +182,12 @@ def leave_pages(heap, first_page, pages, words, counts, inside):
     idle = inside & ((words & (KEPT + SLAB)) == SLAB) & (page_out(words) == 0)
     above = counts > page_half(words)
     if count_lanes(idle & above) == pages:
-        give_together(heap, first_page, retire(heap, page, words, idle, inside & (inside == 0)))
+        won = retire(heap, page, words, idle, inside & (inside == 0))
+        if count_lanes(won) == pages:
+            give_together(heap, first_page, pages)
+        else:
+            give_pages(heap, page, won)
+        lower_hint(heap, page, won & (lane == 0))
     else:
         leave_account(heap, page, words, counts, inside)
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_load
-from .bits import low_mask, lowest_bit, lsr, mix, next_bit, popcount, reciprocal, select_bit
+from .bits import low_mask, lowest_bit, mix, next_bit, popcount, reciprocal, select_bit
 from .lanes import any_lane, lane_bits, lane_index, pick, rank_of
 from .layout import (
     bit_of,
@@ -186,16 +186,14 @@ def give_pages(heap, page, active):
 
 
 @triton.jit
-def give_together(heap, first_page, given):
-    """Make those of the pages from ``first_page`` (int32 scalar) on free whose lanes, at most 31,
-    are ``given``."""
-    bits = tl.sum(tl.where(given, 1 << lane_index(given), 0), axis=0).to(tl.int64)
-    at = (first_page & 63).to(tl.int64)
-    ptr = free_row(heap) + (first_page >> 6)
-    tl.atomic_or(ptr, bits << at, sem="relaxed")
-    high = lsr(bits, 63 - at) >> 1
-    tl.atomic_or(ptr + 1, high, mask=high != 0, sem="relaxed")
-    lower_hint(heap, first_page, any_lane(given))
+def give_together(heap, first_page, count):
+    """Make ``count`` pages (int32, at most 64) from ``first_page`` on free (scalars)."""
+    lane = tl.arange(0, 2)
+    here = tl.minimum(count, 64 - (first_page & 63))
+    first = low_mask(here) << (first_page & 63).to(tl.int64)
+    bits = tl.where(lane == 0, first, low_mask(count - here))
+    ptr = free_row(heap) + (first_page >> 6) + lane
+    tl.atomic_or(ptr, bits, mask=bits != 0, sem="relaxed")
 
 
 @triton.jit
@@ -215,5 +213,4 @@ def give_run(heap, page, n):
         bits = run_bits(page, n, at + lane)
         tl.atomic_or(free_row(heap) + at + lane, bits, mask=bits != 0, sem="relaxed")
         at += 64
-    lower_hint(heap, page, n > 0)
     return n * 0
