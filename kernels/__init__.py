@@ -10,7 +10,7 @@ Layers, from the bottom: ``target`` (what is compiled for), ``bits`` (words of b
 lies), ``error_record``, ``growing`` (asking the host for pages), ``groups`` (lanes that want the
 same), ``payload`` (zeroing and copying blocks), ``pages`` (free pages), ``live`` (live bits),
 ``lines`` (which pages a program takes slots from), ``addresses`` (what lies at an address),
-``magazines`` (slots that a program freed last), ``search`` (looking everywhere; runs of pages),
+``magazines`` (slots that a program freed), ``search`` (looking everywhere; runs of pages),
 ``allocation`` and ``freeing`` (malloc and free), ``debug`` (debug heaps), ``pointers`` (is there a
 block behind an address), ``api`` (what a kernel calls), ``upkeep`` and ``gather_scatter`` (what the
 host launches). Where to begin: kernels/README.md. The protocol, and why it is correct:

@@ -1,4 +1,4 @@
-"""Magazines: slots that a program freed last and takes again; see ``lines``."""
+"""Magazines: slots that a program freed and takes again; see ``lines``."""
 
 import triton
 import triton.language as tl
