@@ -1,4 +1,4 @@
-"""Kernels that the host launches on a heap: allocate and free tensors of requests, and flush."""
+"""Kernels that the host launches on a heap: allocate and free tensors of requests, and trim."""
 
 import triton
 import triton.language as tl

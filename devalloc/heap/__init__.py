@@ -4,7 +4,7 @@ From the bottom up: `interpreted` (what Triton's interpreter lacks), `devices` (
 is on), `compiled` (launches under torch.compile), `geometry` (how large each table is), `state`
 (the tables: statistics, snapshots), `heap_audit` (what must hold of them), `recorded_errors`,
 `leaks` and `debug_table` (of debug heaps), `growth` and `watcher` (heaps that grow, by themselves),
-`jagged` (what gather and scatter are given), `host_heap`.
+`jagged` (gather and scatter), `host_heap`.
 """
 
 from devalloc.heap.host_heap import Heap

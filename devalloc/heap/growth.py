@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = CHUNK_PAGES * PAGE_BYTES
 LARGEST_PIECE = 256 << 20
-_ZEROS = 1 << 19
+_ZEROS = 1 << 19  # words of the patterns that are copied
 _ONES = 1 << 12
 
 
@@ -132,8 +132,9 @@ class Growth:
                 self._source.map(self._data.address, 0, self._front, LARGEST_PIECE)
             self._map_state(chunks)
             self._map_data([(0, chunks)], self._piece(chunks))
-            with self._copies():
-                pass  # (The state is written next, on the current stream.)
+            if self._stream is not None:
+                # (The state is written next, on the current stream.)
+                self._stream.synchronize()
         self.chunks = self._kept = chunks
         # (Not before: a tensor is made of memory that is there.)
         self._handle = self._control.view().view(torch.int64)

@@ -24,18 +24,18 @@ from devalloc.errors import (
     OutOfMemory,
 )
 from devalloc.heap import geometry as heap_geometry
-from devalloc.heap import jagged as host_rows
 from devalloc.heap.compiled import mark_static, refuse
 from devalloc.heap.debug_table import DebugTable, Tags, largest_request
 from devalloc.heap.devices import INTERPRETED, memory_of, on_device, resolve_device
 from devalloc.heap.geometry import CHUNK_PAGES, MAX_PAGES, Geometry, Present
 from devalloc.heap.growth import CHUNK_BYTES, Growth, require_growing_source
 from devalloc.heap.heap_audit import audit
+from devalloc.heap.jagged import JaggedMethods
 from devalloc.heap.leaks import LeakReport
 from devalloc.heap.recorded_errors import KINDS, ErrorRecords, Fault
 from devalloc.heap.state import Snapshot, State, Stats, describe
 from devalloc.heap.watcher import Bell, watch
-from devalloc.kernels import gather_scatter, growing, upkeep
+from devalloc.kernels import growing, upkeep
 from devalloc.kernels.debug import debug_upkeep
 from devalloc.sizes import PAGE_BYTES, format_size, parse_size
 from devalloc.sources import CudaSource, HostSource, Segment, Source
@@ -77,7 +77,7 @@ def _sizes_of(
     return pages, -(-least // CHUNK_BYTES)
 
 
-class Heap(Owner):
+class Heap(JaggedMethods, Owner):
     """Device memory that kernels subdivide with ``malloc`` and ``free``.
 
     Parameters
@@ -396,7 +396,7 @@ class Heap(Owner):
         message = ", ".join(
             f"{count} x {name}" for count, (_, name) in zip(counts, KINDS, strict=True) if count
         )
-        fault = (self.faults() or [self._errors.first()])[0]
+        fault = (self.faults() or [self._errors.unrecorded()])[0]
         details = fault.message
         if fault.kind is OutOfMemory and fault.size <= self.limit:
             state = describe(self.stats())
@@ -617,92 +617,6 @@ class Heap(Owner):
         view = self._data.view(address - self._data.address, nbytes)
         return view.view(dtype).view(dims)
 
-    def gather(
-        self,
-        addrs: torch.Tensor | Sequence[int],
-        lengths: torch.Tensor | Sequence[int],
-        dtype: torch.dtype,
-        total: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy many blocks into one tensor, end to end: rows of any lengths, as in torch.nested.
-
-        Parameters
-        ----------
-        addrs : int64 tensor on the heap's device, any shape, or a sequence of ints
-            The blocks, as malloc returned them.
-        lengths : tensor of integers of the shape of ``addrs``, or a sequence of ints
-            How many elements of each block to copy, from its start. Where it is 0 the address may
-            be anything. On the CPU, or on the heap's device.
-        dtype : torch.dtype
-            What the blocks hold.
-        total : int, optional
-            How many elements ``values`` has; the sum of the lengths, or more, and then the rest is
-            undefined. Needed only to avoid waiting.
-
-        Returns
-        -------
-        values : tensor of ``dtype``, shape (total,)
-        offsets : int64 tensor, shape (n + 1,)
-            Row i is ``values[offsets[i] : offsets[i + 1]]``, and
-            ``torch.nested.nested_tensor_from_jagged(values, offsets)`` has these rows.
-
-        Raises
-        ------
-        InvalidArgument
-            For other arguments, and, if the lengths are on the CPU, if one is negative or ``total``
-            is less than their sum.
-
-        Notes
-        -----
-        One launch on the current stream, after a prefix sum. If the lengths are on the CPU, or with
-        ``total``, the call does not wait; otherwise the call waits for the lengths. Recorded (see
-        `check`) are as InvalidPointer blocks that are not live or smaller than their row, which
-        becomes zeros; and as InvalidArgument, for lengths on a device, negative ones (``values`` is
-        undefined then), and a ``total`` that is too small (what has no room is left out).
-        """
-        known = host_rows.known_total(total)
-        require_dtype(dtype)
-        addrs = self._requests(addrs, "addrs")
-        counts = host_rows.lengths_of(lengths, addrs.shape, self.device)
-        if counts.device.type == "cpu":
-            offsets = host_rows.offsets_on_host(counts)
-            known = host_rows.total_of(known, int(offsets[-1]))
-            offsets = self._upload(offsets)
-        else:
-            offsets = host_rows.offsets_of(counts)
-            if known is None:
-                known = max(0, int(offsets[-1]))
-        values = torch.empty(known, dtype=dtype, device=self.device)
-        self._move_rows(gather_scatter.gather_kernel, addrs, offsets, values)
-        return values, offsets
-
-    def scatter(
-        self,
-        values: torch.Tensor,
-        offsets: torch.Tensor,
-        addrs: torch.Tensor | Sequence[int],
-    ) -> None:
-        """Copy rows of one tensor into blocks: the inverse of `gather`.
-
-        Parameters
-        ----------
-        values : tensor on the heap's device, shape (total,)
-        offsets : int64 tensor on the heap's device, shape (n + 1,)
-            Row i is ``values[offsets[i] : offsets[i + 1]]``.
-        addrs : int64 tensor on the heap's device, any shape, or a sequence of ints
-            The n blocks, as malloc returned them; anything for rows without elements.
-
-        Notes
-        -----
-        One launch on the current stream; waits for nothing. Rows whose blocks are not live or too
-        small are left out, and recorded as in `gather`; so are offsets that do not grow, or end
-        behind the values.
-        """
-        addrs = self._requests(addrs, "addrs")
-        host_rows.check_values(values, offsets, addrs.numel(), self.device)
-        values = values.detach().resolve_conj().resolve_neg().contiguous()
-        self._move_rows(gather_scatter.scatter_kernel, addrs, offsets.contiguous(), values)
-
     def reset(self) -> None:
         """Free everything and forget errors and counts. Waits for the device.
 
@@ -786,18 +700,6 @@ class Heap(Owner):
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
-
-    def _move_rows(
-        self, kernel: object, addrs: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        if addrs.numel():
-            units, each = host_rows.as_units(values)
-            with on_device(self.device):
-                kernel[host_rows.grid_of(units.numel())](  # type: ignore[index]
-                    self._argument, addrs, offsets, units, addrs.numel(), values.numel(),
-                    UNIT=each, SPAN=host_rows.SPAN, LANES=host_rows.LANES,
-                    ITEMS=host_rows.ITEMS, num_warps=host_rows.WARPS,
-                )  # fmt: skip
 
     def _launch(self, kernel: object, *tensors: torch.Tensor, **more: int) -> None:
         n = tensors[0].numel()

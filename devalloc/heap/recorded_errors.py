@@ -99,12 +99,9 @@ class ErrorRecords:
         words = words[_RECORDS - _COUNT - 1 :]
         return [self._fault(*words[at : at + 4]) for at in range(0, 4 * min(number, _MOST), 4)]
 
-    def first(self) -> Fault:
-        """The first error. (A program that was killed in between may have counted one without
-        recording it.)"""
-        faults = self.faults()
-        if faults:
-            return faults[0]
+    def unrecorded(self) -> Fault:
+        """The error of the first kind that was counted. (A program that was killed in between may
+        have counted one without recording it.)"""
         return self._fault(next(kind for kind, count in enumerate(self.counts()) if count), 0, 0, 0)
 
     def clear(self) -> int:
