@@ -5,14 +5,15 @@
 
 *Live*: memory is mapped into a heap while programs on all multiprocessors allocate and free; the
 rounds with and without growth alternate. *Graph*: the demo's job on a random graph, in a heap that
-starts with 1 MiB and grows by itself, beside one that was sized beforehand. *Requests*: one launch,
-in the same two kinds of heap, by the host's clock. `docs/guide/growing.md` has the table.
+starts with 1 MiB and grows by itself, beside one that was sized beforehand, and one that grows in
+smaller steps. *Requests*: one launch, by the host's clock. `docs/guide/growing.md` has the table.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,12 +33,15 @@ from devalloc import Heap
 from devalloc import kernels as da
 from devalloc.demo.graph import Graph, make_graph
 from devalloc.demo.run import Job, default_batch, default_heap_bytes
+from devalloc.heap import watcher
+from devalloc.heap.growth import CHUNK_BYTES
 from devalloc.sizes import format_size
 
 FOLDER = RESULTS / "growing"
 COLUMNS = ("case", "heap", "bytes", "op", "unit", "median", "min", "max", "rounds", "check",
            *PROVENANCE)  # fmt: skip
-FIXED, GROWING = "sized beforehand", "grows by itself"
+FIXED, GROWING, SLOWLY = "sized beforehand", "grows by itself", "in small steps"
+KINDS = (FIXED, GROWING, SLOWLY)
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -132,26 +136,35 @@ def random_graph(edges: int, seed: int) -> Graph:
     return make_graph("random", vertices, sources, random.integers(vertices, size=edges))
 
 
-def make_heap(kind: str, nbytes: int, device: torch.device) -> Heap:
-    if kind == FIXED:
-        return Heap(nbytes, device=device)
-    return Heap(MIB, limit=nbytes, grow="auto", device=device)
+@contextmanager
+def make_heap(kind: str, nbytes: int, device: torch.device) -> Iterator[Heap]:
+    usual = watcher.LEAST_BYTES
+    watcher.LEAST_BYTES = CHUNK_BYTES if kind == SLOWLY else usual
+    size = nbytes if kind == FIXED else MIB
+    limit = None if kind == FIXED else 4 * nbytes
+    grow = None if kind == FIXED else "auto"
+    try:
+        with Heap(size, device=device, limit=limit, grow=grow) as heap:
+            yield heap
+    finally:
+        watcher.LEAST_BYTES = usual
 
 
 def graph(device: torch.device, plan: Plan, rounds: int, seed: int) -> Iterator[Measured]:
     edges = random_graph(plan.edges, seed)
     nbytes = max(default_heap_bytes(edges.edges), 16 * MIB)
-    seconds: dict[tuple[str, str], list[float]] = {}
-    mapped = {FIXED: 0.0, GROWING: 0.0}
+    times: dict[tuple[str, str], list[float]] = {}
+    mapped: dict[str, float] = {}
     for turn in range(rounds + 1):
-        for kind in (FIXED, GROWING):
+        for kind in KINDS:
             with make_heap(kind, nbytes, device) as heap, Progress(disable=True) as progress:
                 steps = Job(edges, heap, default_batch(edges.edges), seed, progress).run()
+            mapped[kind] = max(step.mapped for step in steps) / MIB
             if turn > 0 or rounds == 1:
-                for step in steps:
-                    seconds.setdefault((kind, step.name), []).append(step.seconds * 1e3)
-                mapped[kind] = max(step.mapped for step in steps) / MIB
-    for (kind, op), values in seconds.items():
+                taken = {step.name: step.seconds * 1e3 for step in steps}
+                for op, value in {**taken, "all steps": sum(taken.values())}.items():
+                    times.setdefault((kind, op), []).append(value)
+    for (kind, op), values in times.items():
         yield f"graph, {edges.edges:,} edges", kind, nbytes, op, "ms", values, "ok"
     for kind, value in mapped.items():
         yield f"graph, {edges.edges:,} edges", kind, nbytes, "mapped", "MiB", [value], "ok"
@@ -168,7 +181,7 @@ def requests(device: torch.device, plan: Plan, rounds: int) -> Iterator[Measured
     for count, size in plan.requests:
         nbytes = max(4 << (count * size - 1).bit_length(), 16 * MIB)
         grid = (triton.cdiv(count, 128),)
-        for kind in (FIXED, GROWING):
+        for kind in KINDS:
             found, check = [], "ok"
             for turn in range(rounds + 1):
                 with make_heap(kind, nbytes, device) as heap:
@@ -180,7 +193,7 @@ def requests(device: torch.device, plan: Plan, rounds: int) -> Iterator[Measured
                     out[-1].item()
                     if turn > 0 or rounds == 1:
                         found.append((time.perf_counter() - begin) * 1e3)
-                    verdict = verify(out, size, heap.base, nbytes)
+                    verdict = verify(out, size, heap.base, heap.limit)
                     check = check if verdict.ok else str(verdict)
                     if turn == 0:
                         heap.audit()
@@ -204,13 +217,13 @@ def markdown(rows: list[dict[str, str]]) -> str:
         for (case, heap, nbytes, op), value in found.items() if op == "grow"
     ]  # fmt: skip
     for (case, heap, nbytes, op), value in found.items():
-        if heap == FIXED and op != "mapped":
-            other = found[case, GROWING, nbytes, op]
-            text = f"{other / value:.2f} times the {value:.4g} ms of a heap {FIXED}"
-            body.append((f"{case}: {op}", f"{other:.4g} ms", text))
-        elif heap == FIXED:
-            other = found[case, GROWING, nbytes, op]
-            body.append((f"{case}: most mapped", f"{other:.4g} MiB", f"{value:.4g} MiB"))
+        if heap == FIXED:
+            unit = "MiB" if op == "mapped" else "ms"
+            grows, slowly = (found[case, kind, nbytes, op] for kind in (GROWING, SLOWLY))
+            text = f"{grows / value:.2f} times the {value:.4g} {unit} of a heap {FIXED}"
+            text += f"; in steps of 4 MiB at least: {slowly:.4g} {unit}"
+            what = "most mapped" if op == "mapped" else op
+            body.append((f"{case}: {what}", f"{grows:.4g} {unit}", text))
     return "\n\n".join((about, table(("what", "a heap that grows", ""), 1, body)))
 
 

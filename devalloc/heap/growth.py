@@ -76,6 +76,7 @@ class Growth:
         self._geometry = geometry
         self._table = table
         self._mapped = {id(control): 0} | ({id(table.segment): 0} if table else {})
+        self._words: dict[int, torch.Tensor] = {}
         self._device = data.source.device
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -136,8 +137,7 @@ class Growth:
                 # (The state is written next, on the current stream.)
                 self._stream.synchronize()
         self.chunks = self._kept = chunks
-        # (Not before: a tensor is made of memory that is there.)
-        self._handle = self._control.view().view(torch.int64)
+        self._handle = self._words_of(self._control)
 
     def grow(self, nbytes: int) -> int:
         """Add at least ``nbytes``; returns by how much the capacity has grown.
@@ -252,13 +252,20 @@ class Growth:
         if after > before:
             self._source.map(segment.address, before, after - before, LARGEST_PIECE)
             self._mapped[id(segment)] = after
-            target = segment.view().view(torch.int64)
+            target = self._words_of(segment)
             end = min(after // 8, len(target))
             # (What is published is copied later, on the same stream.)
             with self._copies(wait=False):
                 for at in range(before // 8, end, _ZEROS):
                     part = target[at : min(at + _ZEROS, end)]
                     part.copy_(self._zeros[: len(part)], non_blocking=True)
+
+    def _words_of(self, segment: Segment) -> torch.Tensor:
+        """All words of a segment, some of which have memory: a tensor is made of no others."""
+        words = self._words.get(id(segment))
+        if words is None:
+            words = self._words[id(segment)] = segment.view().view(torch.int64)
+        return words
 
     def _put(self, first: int, words: torch.Tensor) -> None:
         self._handle[first : first + len(words)].copy_(words, non_blocking=True)

@@ -103,8 +103,9 @@ class Heap(JaggedMethods, Owner):
         Needs a source that maps memory later: ``"virtual"``, the default with a limit.
     grow : str, optional
         ``"auto"``: a thread of the host grows the heap when a malloc finds nothing, which waits for
-        it up to a tenth of a second. It doubles the heap, or adds what is asked for if that is
-        more. The default limit is then the memory of the device. See docs/guide/growing.md.
+        it up to a tenth of a second. It doubles the heap, or adds 32 MiB or what is asked for if
+        that is more. The default limit is then the memory of the device. See
+        docs/guide/growing.md.
 
     Raises
     ------
@@ -165,6 +166,7 @@ class Heap(JaggedMethods, Owner):
         self._data: Segment | None = data
         self._growth: Growth | None = None
         self._bell: Bell | None = None
+        self._capacity = pages * PAGE_BYTES
         if grows:
             self._growth = Growth(data, self._control, front, self._geometry, self._debug)
             self._growth.map_first(chunks)
@@ -209,9 +211,7 @@ class Heap(JaggedMethods, Owner):
     @property
     def capacity(self) -> int:
         """Bytes that kernels can allocate from now."""
-        if self._growth is None:
-            return self._geometry.pages * PAGE_BYTES
-        return self._growth.capacity
+        return self._capacity if self._growth is None else self._growth.capacity
 
     @property
     def limit(self) -> int:
@@ -322,7 +322,9 @@ class Heap(JaggedMethods, Owner):
             heap_geometry.retire(self._handle, self._geometry, self._state_pages)
             self._synchronise()
             self._control.keeps = () if self._debug is None else (self._debug.segment,)
+            self._capacity = self.capacity
             self._data = None
+            self._growth = self._bell = None
             self._debug = None
             self._handle = self._argument = torch.empty(0, dtype=torch.int64, device="cpu")
             del self._control

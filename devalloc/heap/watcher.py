@@ -4,8 +4,8 @@ One thread serves all heaps of the process that were made with ``grow="auto"``. 
 bells, a word each in memory that kernels and the host reach, every PAUSE_S seconds. It ends when no
 such heap is left, and at exit; a process that is forked has none, and its heaps are refused.
 
-A heap is doubled, or grown by what is asked for if that is more. If the device has less, half of
-that is tried, and so on. The answer says whether asking again makes sense.
+A heap is doubled, or grown by LEAST_BYTES or by what is asked for if that is more. If the device
+has less, half of that is tried, and so on. The answer says whether asking again makes sense.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from devalloc.sizes import PAGE_BYTES
 from devalloc.sources import cudart
 
 PAUSE_S = 0.0005
+LEAST_BYTES = 32 << 20
+"""Each step stops the programs that need it for a millisecond or two: small heaps take few."""
 RETRY_S = 0.1
 """How long after the device had no memory kernels may ask for more again."""
 
@@ -72,7 +74,7 @@ class Bell:
     def _grow(self, nbytes: int) -> None:
         room = self.growth.limit - self.growth.capacity
         least = min(max(nbytes, CHUNK_BYTES), room)
-        wanted = min(max(nbytes, self.growth.capacity), room)
+        wanted = min(max(nbytes, self.growth.capacity, LEAST_BYTES), room)
         while wanted > 0:
             try:
                 self.growth.grow(wanted)

@@ -19,8 +19,8 @@ def test_the_command_writes_rows(tmp_path: Path) -> None:
     assert {row["check"] for row in rows} == {"ok"}
     assert all(float(row["median"]) > 0 for row in rows)
     found = {(row["case"].partition(",")[0], row["heap"], row["op"]) for row in rows}
-    kinds = (bench_growing.FIXED, bench_growing.GROWING)
-    steps = ("build", "delete", "free", "mapped")
+    kinds = bench_growing.KINDS
+    steps = ("build", "delete", "free", "all steps", "mapped")
     assert found == {
         ("live", "grow()", "grow"),
         ("live", "grow()", "kernel, against alone"),
