@@ -210,8 +210,8 @@ def test_the_cuda_baseline_compiles_for_the_device() -> None:
 
 @pytest.mark.gpu
 def test_the_cuda_baseline_is_measured(tmp_path: Path) -> None:
-    plan = (("thread", 1), ("thread", 1000), ("latency", 10))
-    chosen = tuple(plan.make(pattern, 64, n, allocator="cuda") for pattern, n in plan)
+    wanted = (("thread", 1), ("thread", 1000), ("latency", 10))
+    chosen = tuple(plan.make(pattern, 64, n, allocator="cuda") for pattern, n in wanted)
     job = Job(chosen, "cuda", 64 << 20, 3, 1)
     file = RowFile(tmp_path)
     bench_device.Measurement(job, file, row_seconds=60.0, budget=120.0).run()

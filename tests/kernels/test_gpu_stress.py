@@ -95,21 +95,18 @@ def test_all_programs_fill_the_heap(size: int, warps: int) -> None:
     block = 32 * warps
     rounded = {1000: 1024}.get(size, size)
     with Heap("64MiB") as heap:
-        per_page = PAGE_BYTES // rounded
         pages = heap.capacity // PAGE_BYTES
-        if per_page:
-            slots = pages * per_page
-        else:
-            # Runs of three lie within chunks of 64 pages: 21 to a chunk.
-            slots = pages // 64 * (64 // 3)
+        slots = pages * PAGE_BYTES // rounded
+        # (Programs that take runs at one time may leave gaps of a page or two.)
+        least = slots if rounded <= PAGE_BYTES else 9 * slots // 10
         n = slots + slots // 10 + 1
         for _ in range(3):
             addrs = malloc_lanes(heap, torch.full((n,), size), block, warps)
             got = addrs[addrs != 0]
-            assert len(got) == slots, "null although there was memory, or more than there is"
+            assert least <= len(got) <= slots, "null although there was memory, or too many"
             ordered = torch.sort(got).values
             assert int((ordered[1:] - ordered[:-1]).min()) >= rounded
-            assert heap.stats().failures == n - slots
+            assert heap.stats().failures == n - len(got)
             heap.audit()
             free_lanes(heap, got[torch.randperm(len(got), device="cuda")], block, warps)
             torch.cuda.synchronize()
