@@ -207,24 +207,21 @@ def markdown(rows: list[dict[str, str]]) -> str:
     about = (
         f"{first['gpu']}, driver {first['driver']}, torch {first['torch']}, Triton "
         f"{first['triton']}, commit {first['commit']}, {first['date'][:10]}. Medians of "
-        f"{first['rounds']}."
+        f"{first['rounds']}. Small steps: 4 MiB at least."
     )
     found = {(row["case"], row["heap"], row["bytes"], row["op"]): float(row["median"])
              for row in rows}  # fmt: skip
-    body = [
-        (f"grow by {format_size(int(nbytes))} while kernels allocate", f"{value:.2f} ms",
-         f"the kernel takes {found[case, heap, nbytes, 'kernel, against alone']:.3f} times as long")
-        for (case, heap, nbytes, op), value in found.items() if op == "grow"
-    ]  # fmt: skip
+    body = []
     for (case, heap, nbytes, op), value in found.items():
-        if heap == FIXED:
+        if op == "grow":
+            longer = found[case, heap, nbytes, "kernel, against alone"]
+            text = f"{value:.2f} ms, kernels x {longer:.3f}"
+            body.append((f"grow by {format_size(int(nbytes))}", text, "", ""))
+        elif heap == FIXED and op in ("malloc", "all steps", "mapped"):
             unit = "MiB" if op == "mapped" else "ms"
-            grows, slowly = (found[case, kind, nbytes, op] for kind in (GROWING, SLOWLY))
-            text = f"{grows / value:.2f} times the {value:.4g} {unit} of a heap {FIXED}"
-            text += f"; in steps of 4 MiB at least: {slowly:.4g} {unit}"
-            what = "most mapped" if op == "mapped" else op
-            body.append((f"{case}: {what}", f"{grows:.4g} {unit}", text))
-    return "\n\n".join((about, table(("what", "a heap that grows", ""), 1, body)))
+            cells = [f"{found[case, kind, nbytes, op]:.4g} {unit}" for kind in KINDS]
+            body.append((f"{case}: {op}", *cells[1:], cells[0]))
+    return "\n\n".join((about, table(("what", "heap that grows", SLOWLY, FIXED), 1, body)))
 
 
 @click.command("growing")

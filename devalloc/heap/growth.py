@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = CHUNK_PAGES * PAGE_BYTES
 LARGEST_PIECE = 256 << 20
+MOST_AHEAD = 64 << 20  # bytes of state that are mapped before they are needed
 _ZEROS = 1 << 19  # words of the patterns that are copied
 _ONES = 1 << 12
 
@@ -248,8 +249,10 @@ class Growth:
     def _map_words(self, segment: Segment, words: int) -> None:
         unit = self._source.granularity
         before = self._mapped[id(segment)]
-        after = -(-words * 8 // unit) * unit
-        if after > before:
+        if words * 8 > before:
+            # (Ahead, so that not every step pays for two ranges.)
+            ahead = min(words * 4, MOST_AHEAD) if before else 0
+            after = -(-min(words * 8 + ahead, segment.nbytes) // unit) * unit
             self._source.map(segment.address, before, after - before, LARGEST_PIECE)
             self._mapped[id(segment)] = after
             target = self._words_of(segment)
