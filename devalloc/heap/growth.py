@@ -86,9 +86,10 @@ class Growth:
         pinned = self._stream is not None
         self._zeros = _pattern(_ZEROS, 0, pinned)
         self._ones = _pattern(_ONES, -1, pinned)
-        self._word = torch.zeros(
-            layout.EXTENT_COPIES.value, dtype=torch.int64, device="cpu", pin_memory=pinned
+        words = torch.zeros(
+            layout.EXTENT_COPIES.value + 1, dtype=torch.int64, device="cpu", pin_memory=pinned
         )
+        self._extent, self._answer = words[:-1], words[-1:]
 
     # What there is --------------------------------------------------------------------------------
 
@@ -140,8 +141,9 @@ class Growth:
         self.chunks = self._kept = chunks
         self._handle = self._words_of(self._control)
 
-    def grow(self, nbytes: int) -> int:
-        """Add at least ``nbytes``; returns by how much the capacity has grown.
+    def grow(self, nbytes: int, tell: bool = False) -> int:
+        """Add at least ``nbytes``; returns by how much the capacity has grown. With ``tell``
+        programs that wait learn of it.
 
         Raises
         ------
@@ -163,7 +165,7 @@ class Growth:
             self._map_state(sum(parts[-1]) if parts else 0)
             self._map_data(parts, self._piece(wanted))
             # (From here on nothing fails but the device itself.)
-            self._publish(parts)
+            self._publish(parts, tell)
             return self.capacity - before
 
     def _parts_for(self, chunks: int) -> list[tuple[int, int]]:
@@ -199,21 +201,23 @@ class Growth:
         quarter = max(chunks // 4, 1)
         return min(CHUNK_BYTES << quarter.bit_length() - 1, LARGEST_PIECE)
 
-    def _publish(self, parts: list[tuple[int, int]]) -> None:
+    def _publish(self, parts: list[tuple[int, int]], tell: bool) -> None:
         # (The first ones are filled first.)
         self._absent = _behind(self._absent, sum(parts[-1]) if parts else 0)
-        extent = max(self.chunks, sum(parts[-1])) if parts else self.chunks
+        known = self.chunks
+        self.chunks = max(known, sum(parts[-1])) if parts else known
         with self._copies():
-            if extent > self.chunks:
-                self._word.fill_(extent * CHUNK_PAGES)
-                self._put(layout.EXTENT.value, self._word)
+            if self.chunks > known:
+                self._extent.fill_(self.pages)
+                self._put(layout.EXTENT.value, self._extent)
             for first, count in parts:
                 for at in range(first, first + count, len(self._ones)):
                     length = min(first + count - at, len(self._ones))
                     self._put(self._geometry.rows + at, self._ones[:length])
             # (These may lie far behind what there was.)
             self._reset_hints()
-        self.chunks = extent
+            if tell:
+                self._put_answer(more=self.capacity < self.limit)
 
     def next_answer(self, more: bool) -> int:
         """The word of the next answer, which differs from all before."""
@@ -223,8 +227,11 @@ class Growth:
     def answer(self, more: bool) -> None:
         """Tell programs that wait that the host has done what it could; ``more``: it may still."""
         with self.lock, self._copies():
-            self._word.fill_(self.next_answer(more))
-            self._put(layout.ANSWERS.value, self._word[:1])
+            self._put_answer(more)
+
+    def _put_answer(self, more: bool) -> None:
+        self._answer.fill_(self.next_answer(more))
+        self._put(layout.ANSWERS.value, self._answer)
 
     def _map_data(self, parts: list[tuple[int, int]], largest: int) -> None:
         done: list[tuple[int, int]] = []

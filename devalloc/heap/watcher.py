@@ -77,12 +77,10 @@ class Bell:
         wanted = min(max(nbytes, self.growth.capacity, LEAST_BYTES), room)
         while wanted > 0:
             try:
-                self.growth.grow(wanted)
+                self.growth.grow(wanted, tell=True)
+                return
             except OutOfMemory:
                 wanted = max(wanted // 2, least) if wanted > least else 0
-            else:
-                self.growth.answer(more=self.growth.capacity < self.growth.limit)
-                return
         if room > 0:
             self._refused_at = time.monotonic()
         self.growth.answer(more=False)
