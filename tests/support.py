@@ -36,24 +36,31 @@ def programs(count: int, block: int) -> tuple[int]:
     return ((count + block - 1) // block,)
 
 
+def usual_warps(block: int) -> int:
+    """How many warps a program of so many lanes has: compilers place a few lanes in each thread."""
+    return max(1, min(block // 256, 16)) if ON_GPU else 1
+
+
 def malloc_lanes(
-    heap: Heap, sizes: Sequence[int] | torch.Tensor, block: int = 1024, warps: int = 1
+    heap: Heap, sizes: Sequence[int] | torch.Tensor, block: int = 1024, warps: int = 0
 ) -> torch.Tensor:
     wanted = int64(sizes)
     addrs = torch.full_like(wanted, -1)
     n = wanted.numel()
     uk.malloc_lanes_kernel[programs(n, block)](
-        heap.handle, wanted, addrs, n, BLOCK=block, num_warps=warps
+        heap.handle, wanted, addrs, n, BLOCK=block, num_warps=warps or usual_warps(block)
     )
     return addrs
 
 
 def free_lanes(
-    heap: Heap, addrs: Sequence[int] | torch.Tensor, block: int = 1024, warps: int = 1
+    heap: Heap, addrs: Sequence[int] | torch.Tensor, block: int = 1024, warps: int = 0
 ) -> None:
     given = int64(addrs)
     n = given.numel()
-    uk.free_lanes_kernel[programs(n, block)](heap.handle, given, n, BLOCK=block, num_warps=warps)
+    uk.free_lanes_kernel[programs(n, block)](
+        heap.handle, given, n, BLOCK=block, num_warps=warps or usual_warps(block)
+    )
 
 
 def malloc_scalars(heap: Heap, sizes: Sequence[int], warps: int = 1) -> torch.Tensor:
