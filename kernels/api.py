@@ -149,8 +149,8 @@ def malloc(heap, nbytes, mask=None, tag=0):
     block of equal ones, mostly takes two atomics in a row. Programs fail and may retry
     independently of one another. 0 means that no memory of that shape was free at some time during
     the call, or that what was free came and went, or was with other calls that had not returned.
-    Launch blocks of more than 512 lanes with two warps or more: NVIDIA's assembler gives up over 32
-    lanes in each thread.
+    Launch a block with a warp for each 512 lanes: with Triton 3.6, NVIDIA's assembler cannot
+    place 32 lanes in a thread.
     """
     sizes, active = as_request(heap, nbytes, mask)
     active = of_heap(heap, active)

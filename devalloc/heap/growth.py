@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = CHUNK_PAGES * PAGE_BYTES
 LARGEST_PIECE = 256 << 20
-MOST_AHEAD = 64 << 20  # bytes of state that are mapped before they are needed
 _ZEROS = 1 << 19  # words of the patterns that are copied
 _ONES = 1 << 12
 
@@ -256,10 +255,8 @@ class Growth:
     def _map_words(self, segment: Segment, words: int) -> None:
         unit = self._source.granularity
         before = self._mapped[id(segment)]
-        if words * 8 > before:
-            # (Ahead, so that not every step pays for two ranges.)
-            ahead = min(words * 4, MOST_AHEAD) if before else 0
-            after = -(-min(words * 8 + ahead, segment.nbytes) // unit) * unit
+        after = -(-words * 8 // unit) * unit
+        if after > before:
             self._source.map(segment.address, before, after - before, LARGEST_PIECE)
             self._mapped[id(segment)] = after
             target = self._words_of(segment)
@@ -271,7 +268,7 @@ class Growth:
                     part.copy_(self._zeros[: len(part)], non_blocking=True)
 
     def _words_of(self, segment: Segment) -> torch.Tensor:
-        """All words of a segment, some of which have memory: a tensor is made of no others."""
+        """All words of a segment. (PyTorch makes no tensor of it before some have memory.)"""
         words = self._words.get(id(segment))
         if words is None:
             words = self._words[id(segment)] = segment.view().view(torch.int64)
