@@ -3,6 +3,7 @@ driver that keeps the rules of virtual memory."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -193,9 +194,20 @@ class FakeRuntime:
         yield self
 
 
+def one_at_a_time(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that checks and then changes what the driver has."""
+
+    @functools.wraps(call)
+    def locked(driver: FakeDriver, *arguments: Any) -> Any:
+        with driver.lock:
+            return call(driver, *arguments)
+
+    return locked
+
+
 class FakeDriver:
     """The virtual memory of the CUDA driver, strictly: a call that breaks its rules gets
-    INVALID_VALUE.
+    INVALID_VALUE. As with the real one, threads may call at the same time.
 
     Enumerations and structs are the real ones. ``fail`` maps the name of a function to the statuses
     that its next calls return; ``fail_at`` makes the call of that number fail, of any kind.
@@ -208,6 +220,7 @@ class FakeDriver:
         from cuda.bindings import driver
 
         self._real = driver
+        self.lock = threading.RLock()  # a finalizer may call within a call
         self.capacity = capacity
         self.calls: list[tuple[Any, ...]] = []
         self.fail: dict[str, list[Any]] = {}
@@ -265,6 +278,7 @@ class FakeDriver:
     def cuMemGetAllocationGranularity(self, properties: Any, option: Any) -> tuple[Any, int]:
         return self._status("cuMemGetAllocationGranularity", option.name), self.granule
 
+    @one_at_a_time
     def cuMemAddressReserve(
         self, nbytes: int, alignment: int, address: int, flags: int
     ) -> tuple[Any, int]:
@@ -276,6 +290,7 @@ class FakeDriver:
             self.reserved[self._next - nbytes] = nbytes
         return status, self._next - nbytes
 
+    @one_at_a_time
     def cuMemAddressFree(self, address: int, nbytes: int) -> tuple[Any]:
         allowed = self.reserved.get(address) == nbytes and not any(
             address <= at < address + nbytes for at in self.mapped
@@ -284,6 +299,7 @@ class FakeDriver:
             allowed, lambda: self.reserved.pop(address), "cuMemAddressFree", address, nbytes
         )
 
+    @one_at_a_time
     def cuMemCreate(self, nbytes: int, properties: Any, flags: int) -> tuple[Any, int]:
         self.properties.append(properties)
         status = self._status("cuMemCreate", nbytes, flags)
@@ -296,10 +312,12 @@ class FakeDriver:
             self.handles[self._handle] = nbytes
         return status, self._handle
 
+    @one_at_a_time
     def cuMemRelease(self, handle: int) -> tuple[Any]:
         allowed = handle in self.handles and all(handle != each for _, each in self.mapped.values())
         return self._do(allowed, lambda: self.handles.pop(handle), "cuMemRelease", handle)
 
+    @one_at_a_time
     def cuMemMap(
         self, address: int, nbytes: int, offset: int, handle: int, flags: int
     ) -> tuple[Any]:
@@ -330,6 +348,7 @@ class FakeDriver:
             at += self.mapped[at][0]
         return found if at == address + nbytes else None
 
+    @one_at_a_time
     def cuMemSetAccess(self, address: int, nbytes: int, access: Any, count: int) -> tuple[Any]:
         tiles = self._tiles(address, nbytes)
         (each,) = access
@@ -343,6 +362,7 @@ class FakeDriver:
             count,
         )
 
+    @one_at_a_time
     def cuMemUnmap(self, address: int, nbytes: int) -> tuple[Any]:
         tiles = self._tiles(address, nbytes)
 
