@@ -157,11 +157,11 @@ def test_vertices_that_do_not_exist_are_refused(device: str) -> None:
 
 def test_exhaustion_loses_nothing(device: str) -> None:
     """Lists that find no room keep what they had, and a freed heap takes new ones."""
-    graph = random_graph(vertices=300, edges=30_000, seed=3)
+    graph = random_graph(vertices=300, edges=6_000, seed=3)
     sources = torch.from_numpy(graph.sources).to(device)
     targets = torch.from_numpy(graph.targets).to(device)
     half = graph.edges // 2
-    with Heap("128KiB") as heap:
+    with Heap("64KiB") as heap:
         lists = AdjacencyLists(heap, graph.vertices)
         first = lists.insert(sources[:half], targets[:half]).cpu().numpy()
         second = lists.insert(sources[half:], targets[half:]).cpu().numpy()
@@ -310,14 +310,14 @@ def test_demo_ignores_further_columns(tmp_path: Path, edge_list: Path) -> None:
 
 
 def test_demo_says_when_the_heap_is_too_small(tmp_path: Path) -> None:
-    rows = [f"{source} {target}" for source in range(600) for target in range(50)]
+    rows = [f"{source} {target}" for source in range(1100) for target in range(9)]
     graph = tmp_path / "edges.txt"
     graph.write_text("\n".join(rows))
     output = tmp_path / "map.png"
-    code, text = run("demo", "--graph", graph, "--heap", "128KiB", "--output", output)
+    code, text = run("demo", "--graph", graph, "--heap", "64KiB", "--output", output)
     assert code == 1
     assert "Error: out of memory: " in text
-    assert "of 30,000 edges found no room in a heap of 128 KiB" in text
+    assert "of 9,900 edges found no room in a heap of 64 KiB" in text
     assert not output.exists()
 
 

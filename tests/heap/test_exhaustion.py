@@ -31,7 +31,7 @@ def fill(heap: Heap, size: int, block: int = 4096, programs: int = 4) -> torch.T
 
 @pytest.mark.parametrize("size", [64, 1024, 4096])
 def test_utilisation(size: int) -> None:
-    with Heap("2MiB") as heap:
+    with Heap("1MiB") as heap:
         slots = heap.capacity // size
         addrs = fill(heap, size, block=max(512, slots // 16), programs=2)
         assert_blocks(heap, addrs, [size] * len(addrs))
@@ -49,7 +49,7 @@ def test_utilisation(size: int) -> None:
 @pytest.mark.parametrize("size", CLASS_SIZES[::5])
 def test_every_slot_of_a_class(size: int) -> None:
     with Heap(3 * PAGE_BYTES) as heap:
-        addrs = fill(heap, size, 1024, programs=1)
+        addrs = fill(heap, size, 1024 if size < 1024 else 128, programs=1)
         assert len(addrs) == 3 * (PAGE_BYTES // size)
         heap.clear_errors()
         free_lanes(heap, addrs)

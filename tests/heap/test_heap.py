@@ -293,11 +293,11 @@ def test_whole_capacity_after_any_workload() -> None:
 
 
 def test_freed_memory_is_used_again() -> None:
-    with Heap("256KiB") as heap:
-        first = heap.malloc([64] * 1000)
+    with Heap("128KiB") as heap:
+        first = heap.malloc([64] * 500)
         heap.free(first)
         # More than what is left besides: some of them must return.
-        second = malloc_lanes(heap, [64] * (heap.capacity // 64), 4096)
+        second = malloc_lanes(heap, [64] * (heap.capacity // 64), 2048)
         assert set(first.tolist()) <= set(second.tolist())
         heap.free(second)
 

@@ -110,12 +110,12 @@ def malloc_until_null(heap: BareHeap, size: int, lanes: int) -> torch.Tensor:
             return torch.cat(found)
 
 
-@pytest.mark.parametrize("size", [64, 1024, 4096, 32768])
-def test_a_heap_can_be_filled_to_the_last_slot_and_emptied(size: int) -> None:
-    heap = BareHeap(16)
+@pytest.mark.parametrize(("size", "pages"), [(64, 4), (1024, 16), (4096, 16), (32768, 16)])
+def test_a_heap_can_be_filled_to_the_last_slot_and_emptied(size: int, pages: int) -> None:
+    heap = BareHeap(pages)
     for _ in range(2):
         addrs = malloc_until_null(heap, size, 32)
-        assert addrs.unique().numel() == addrs.numel() == (1 << 20) // size
+        assert addrs.unique().numel() == addrs.numel() == pages * PAGE_BYTES // size
         assert heap.errors()["out of memory"] > 0
         heap.free(addrs, 32)
     heap.rest()
