@@ -10,12 +10,14 @@ Shared words and their writers
     has no page beyond it, and for an address beyond it reads again: the address came from a malloc
     that found the bit of its page, which was written later.
     *Bell*: in memory of the host. A program that found nothing writes how many pages it wants, and
-    the answer that it has seen; the host ignores requests that it has answered since.
+    the answer that it has seen; the host ignores requests that it has answered since. Another
+    program's word may replace it, so whoever waits writes it again from time to time.
     *ANSWERS*: twice the number of answers, plus 1 while the host may still grow the heap. A program
-    reads it before it searches, so an answer that comes during the search is not missed.
+    reads it before it searches, and searches again if it has changed: the heap may have grown
+    during the search, or given back what was free, so that it can grow again.
 
-A program waits a bounded time for an answer, and after it searches once more. Then it fails, or
-asks again if the answer was new: at most as often as the heap can grow.
+A program waits a bounded time for an answer. It fails if none has come, or none can. So it searches
+at most once more for each answer.
 """
 
 import triton
@@ -26,21 +28,16 @@ from .layout import ANSWERS, BELL, PAGE_LOG2, free_row, load_chunks, load_immuta
 from .target import has_ptx, is_interpreted, let_host_run
 
 # How often to look at ANSWERS: for about a tenth of a second on an H100, and two when interpreted.
+# The bell is rung before every 128th look.
 WAITS = tl.constexpr(1 << 17)
 WAITS_INTERPRETED = tl.constexpr(1 << 11)
+RINGS = tl.constexpr(128)
 
 
 @triton.jit
 def load_answers(heap):
     """What the host has answered so far (int32); 0 in a heap that does not grow by itself."""
     return load_one(heap + ANSWERS)
-
-
-@triton.jit
-def may_grow(heap, answers, nbytes):
-    """Whether the host may still grow the heap, and this would help a block of ``nbytes``."""
-    fits = (nbytes > 0) & ((nbytes - 1) >> (PAGE_LOG2 + 6) < load_chunks(heap))
-    return ((answers & 1) != 0) & fits
 
 
 @triton.jit
@@ -62,18 +59,21 @@ def ring(heap, word):
 
 @triton.jit(noinline=True)
 def ask_for_pages(heap, nbytes, seen):
-    """Ask for pages for a block of ``nbytes`` (int64 scalar), of whom ``seen`` was the last answer.
-    Waits a bounded time. Returns the new answer, or 0."""
+    """Ask for pages for a block of ``nbytes`` (int64 scalar), if the host may still grow the heap
+    and this would help. ``seen`` was the last answer before the search. Waits a bounded time for
+    another, and returns the last one."""
     pages = ((nbytes - 1) >> PAGE_LOG2) + 1
-    ring(heap, (seen.to(tl.int64) << 32) + tl.minimum(pages, 0x7FFFFFFF))
-    now = seen
-    left = (seen & 0) + (WAITS_INTERPRETED if is_interpreted() else WAITS)
+    now = load_answers(heap)
+    may_grow = ((now & 1) != 0) & (nbytes > 0) & ((pages - 1) >> 6 < load_chunks(heap))
+    left = tl.where(may_grow, WAITS_INTERPRETED if is_interpreted() else WAITS, 0)
     while (now == seen) & (left > 0):
+        if (left & (RINGS - 1)) == 0:
+            ring(heap, (seen.to(tl.int64) << 32) + tl.minimum(pages, 0x7FFFFFFF))
         if is_interpreted():
             let_host_run()
         now = load_answers(heap)
         left -= 1
-    return tl.where(now == seen, 0, now)
+    return now
 
 
 @triton.jit

@@ -81,13 +81,13 @@ def rest_pages(heap, first):
 def take_what_rests(heap):
     """Empty all magazines, and retire pages that are kept with nothing out. Returns how many there
     were (int32)."""
-    pages = load_pages(heap)
-    some = pages * 0
-    at = pages * 0
-    while at < pages:
-        # (There are no more magazines than pages.)
+    magazines = load_immutable(heap, MAGAZINE_MASK).to(tl.int32) + 1
+    some = magazines * 0
+    at = some
+    while at < magazines:
         some += rest_magazines(heap, at)
         at += 32
+    pages = load_pages(heap)
     at = pages * 0
     while at < pages:
         some += rest_pages(heap, at)

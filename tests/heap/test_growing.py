@@ -154,6 +154,14 @@ def test_trim_gives_free_chunks_back_and_growing_fills_them_first(heap: Heap) ->
     assert heap.stats().free == heap.capacity == 6 * CHUNK
 
 
+@pytest.mark.parametrize("size", [64, 1024, 5000])
+def test_searches_empty_all_magazines(size: int) -> None:
+    """There are as many as for all pages that the heap may have."""
+    with Heap("4MiB", limit="64MiB") as heap:
+        heap.free(heap.malloc([size, size]))
+        assert heap.malloc([4 << 20]).item() != 0
+
+
 def test_a_reset_leaves_what_was_given_back(heap: Heap) -> None:
     heap.grow(8 * MIB)
     heap.malloc([CHUNK])

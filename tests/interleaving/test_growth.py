@@ -59,6 +59,43 @@ def host_answers_kernel(heap, row, bell_word: tl.constexpr):
 
 
 @triton.jit
+def host_misses_kernel(heap, row, bell_word: tl.constexpr):
+    """:func:`host_answers_kernel`, but another program's word, of a request that was answered
+    before, replaces the first one."""
+    rung = tl.atomic_or(heap + bell_word, tl.full((), 0, tl.int64))
+    while rung == 0:
+        rung = tl.atomic_or(heap + bell_word, tl.full((), 0, tl.int64))
+    rung = tl.full((), (1 << 32) + 1, tl.int64)
+    tl.atomic_xchg(heap + bell_word, rung)
+    looks = 0
+    while ((rung >> 32) != 3) & (looks < 1000):
+        rung = tl.atomic_or(heap + bell_word, tl.full((), 0, tl.int64))
+        looks += 1
+    if (rung >> 32) == 3:
+        host_grows_kernel(heap, row, False)
+        tl.atomic_xchg(heap + ANSWERS, tl.full((), 4, tl.int64))
+
+
+@triton.jit
+def host_trims_kernel(heap, row, taken, bell_word: tl.constexpr):
+    """Take the second chunk out of use, if it is free, and say that the heap may grow again; then
+    wait for the bell and give it back."""
+    whole = tl.full((), -1, tl.int64)
+    old = tl.atomic_cas(heap + row + 1, whole, whole * 0)
+    tl.store(taken, (old == -1).to(tl.int64))
+    if old == -1:
+        tl.atomic_xchg(heap + ANSWERS, whole * 0 + 5)
+        rung = whole * 0
+        looks = 0
+        while ((rung >> 32) != 5) & (looks < 400):
+            rung = tl.atomic_or(heap + bell_word, whole * 0)
+            looks += 1
+        if (rung >> 32) == 5:
+            tl.atomic_xchg(heap + row + 1, whole)
+            tl.atomic_xchg(heap + ANSWERS, whole * 0 + 6)
+
+
+@triton.jit
 def hasty_take_kernel(heap, row, taken):
     """A wrong :func:`take_chunks_kernel`: it looks first, and then takes."""
     word = tl.atomic_or(heap + row + 1, tl.full((), 0, tl.int64))
@@ -166,6 +203,42 @@ def test_a_program_that_finds_nothing_gets_what_the_host_adds() -> None:
         check=check,
     )
     lab.explore(PCT(depth=3, seed=2), schedules=100)
+
+
+def test_a_request_that_another_word_replaced_is_made_again() -> None:
+    heap = Growing(chunks=1, answers=3)
+    heap.fill(64 * PAGE_BYTES)
+    (out,) = outs(1)
+
+    def check(run: Run) -> None:
+        heap.check(PAGES)
+        assert out.item() != 0
+
+    lab = Interleaving(
+        Launch(pair_kernel, (1,), heap.handle, out, 20 * PAGE_BYTES, 1),
+        Launch(host_misses_kernel, (1,), heap.handle, heap.row, BELL),
+        check=check,
+        shrink_seconds=2.0,
+    )
+    lab.explore(PCT(depth=2, seed=2), schedules=20)
+
+
+def test_a_heap_at_its_limit_grows_again_after_a_trim_during_the_search() -> None:
+    heap = Growing(chunks=2, answers=2)
+    heap.fill(64 * PAGE_BYTES)
+    out, taken = outs(2)
+
+    def check(run: Run) -> None:
+        heap.check(PAGES)
+        assert out.item() != 0
+
+    lab = Interleaving(
+        Launch(pair_kernel, (1,), heap.handle, out, 20 * PAGE_BYTES, 1),
+        Launch(host_trims_kernel, (1,), heap.handle, heap.row, taken, BELL),
+        check=check,
+        shrink_seconds=2.0,
+    )
+    lab.explore(PCT(depth=3, seed=3), schedules=100)
 
 
 def taking_lab(hasty: bool) -> Interleaving:
