@@ -54,6 +54,12 @@ def as_long_as(x, model):
 
 
 @triton.constexpr_function
+def is_tag(tag, sizes):
+    """Whether an argument can be the tag of a request."""
+    return is_integer(tag) and as_long_as(tag, sizes)
+
+
+@triton.constexpr_function
 def is_element(dtype):
     """Whether an argument is a type that a pointer can point to."""
     dtype = getattr(dtype, "value", dtype)  # of a constexpr
@@ -153,6 +159,7 @@ def malloc(heap, nbytes, mask=None, tag=0):
     place 32 lanes in a thread.
     """
     sizes, active = as_request(heap, nbytes, mask)
+    tl.static_assert(is_tag(tag, sizes), "a tag is an integer, or one for each request")
     active = of_heap(heap, active)
     if is_debug(heap):
         addr = malloc_guarded(control_block(heap), sizes, active, tag, False)
@@ -196,6 +203,7 @@ def usable_size(heap, addr, mask=None):
 def zeros(heap, nbytes, mask=None, tag=0):
     """:func:`malloc` of memory that is zero."""
     sizes, active = as_request(heap, nbytes, mask)
+    tl.static_assert(is_tag(tag, sizes), "a tag is an integer, or one for each request")
     active = of_heap(heap, active)
     if is_debug(heap):
         addr = malloc_guarded(control_block(heap), sizes, active, tag, True)
@@ -221,6 +229,8 @@ def realloc(heap, addr, nbytes, mask=None, tag=None):
     tl.static_assert(as_long_as(mask, addr), "realloc: a mask is as long as addresses, or scalar")
     old, _all = as_request(heap, addr, mask)
     sizes, active = as_request(heap, nbytes + old * 0, mask)
+    if tag is not None:
+        tl.static_assert(is_tag(tag, sizes), "a tag is an integer, or one for each request")
     active = of_heap(heap, active)
     if is_debug(heap):
         new = realloc_guarded(control_block(heap), old + sizes * 0, sizes, active, tag)

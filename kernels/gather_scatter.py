@@ -42,9 +42,13 @@ def record_rows(heap, size, count):
 
 @triton.jit
 def check_offsets(heap, offsets, n, total, LANES: tl.constexpr):
-    """Record rows of negative length, each once, and offsets that end behind ``total``."""
+    """Record rows of negative length, each once, and offsets that begin before 0 or end behind
+    ``total``."""
     block = tl.program_id(0).to(tl.int64)
     if block == 0:
+        first = tl.load(offsets)
+        if first < 0:
+            record_rows(heap, first, (first & 0).to(tl.int32) + 1)
         last = tl.load(offsets + n)
         if last > total:
             record_rows(heap, last, (last & 0).to(tl.int32) + 1)
@@ -95,8 +99,9 @@ def move_rows(heap, addrs, offsets, values, n, total, GATHER: tl.constexpr, UNIT
         used = count > 0
         addr = tl.load(addrs + rows, mask=used, other=0)
         nbytes = (stop - start) * unit_bytes
-        fits = usable_size(heap, addr, used) >= nbytes
-        wrong = used & (fits == 0)
+        # (A row that begins before the values is recorded with the offsets.)
+        fits = (usable_size(heap, addr, used) >= nbytes) & (start >= 0)
+        wrong = used & (fits == 0) & (start >= 0)
         if any_lane(wrong):
             report_pointers(heap, addr, nbytes, wrong & (start >= begin),
                             BY_GATHER if GATHER else BY_SCATTER)  # fmt: skip

@@ -10,6 +10,8 @@ import torch
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import quote
 
+_QUANTISED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+
 
 def sizes_of(shape: object) -> tuple[int, ...]:
     """The sizes of a shape, which is an int or a sequence of ints (NumPy's included).
@@ -19,7 +21,7 @@ def sizes_of(shape: object) -> tuple[int, ...]:
     InvalidArgument
         For anything else, and for negative sizes.
     """
-    dims: Any = (shape,) if hasattr(shape, "__index__") else shape
+    dims: Any = (shape,) if _is_one(shape) else shape
     try:
         sizes = tuple(operator.index(size) for size in dims)
     except TypeError:
@@ -33,15 +35,25 @@ def sizes_of(shape: object) -> tuple[int, ...]:
 
 def index_or_list(values: Any) -> int | list[int]:
     """One integer, or a list of integers of a sequence of them; TypeError for anything else."""
-    if hasattr(values, "__index__"):
+    if _is_one(values):
         return operator.index(values)
     return [operator.index(value) for value in values]
 
 
+def _is_one(value: Any) -> bool:
+    """Whether this is one integer, and not many. (Arrays of any length have ``__index__``.)"""
+    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
+
+
 def require_dtype(dtype: object) -> None:
-    """Refuse what is not a torch.dtype."""
+    """Refuse what is not a torch.dtype, or a quantised one, whose tensors need more than memory."""
     if not isinstance(dtype, torch.dtype):
         raise InvalidArgument(f"a dtype is one of torch's, such as torch.int8, not {quote(dtype)}")
+    if dtype in _QUANTISED:
+        raise InvalidArgument(
+            f"PyTorch cannot lay a tensor of {dtype} over given memory; use the integer type that "
+            "holds its values, such as torch.int8"
+        )
 
 
 def known_device(device: Any) -> torch.device:

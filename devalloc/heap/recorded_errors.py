@@ -152,6 +152,9 @@ class ErrorRecords:
             )
         if address == layout.IN_ROWS.value:
             if size < 0:
-                return f"a row of {size} elements {where}: offsets of rows never decrease"
+                return (
+                    f"a row of {size} elements, or from element {size} on, {where}: offsets of "
+                    "rows begin at 0 or later and never decrease"
+                )
             return f"gather or scatter {where}: the values have no room for {size} elements"
         return f"malloc of {size} bytes {where}: a size cannot be negative"

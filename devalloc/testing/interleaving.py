@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from devalloc.errors import InvalidArgument
+from devalloc.sizes import is_integer
 from devalloc.testing import _interpreter
 from devalloc.testing._execution import Execution, Journal, ProgramError
 from devalloc.testing._explore import Budget, Search, describe, preemptions, run, shrink
@@ -73,8 +74,12 @@ class Launch:
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        if not 1 <= len(grid) <= 3 or math.prod(grid) < 1:
-            raise InvalidArgument(f"a grid is 1 to 3 positive ints, not {grid!r}")
+        if not (
+            isinstance(grid, tuple | list)
+            and 1 <= len(grid) <= 3
+            and all(is_integer(programs) and programs > 0 for programs in grid)
+        ):
+            raise InvalidArgument(f"a grid is a tuple of 1 to 3 positive ints, not {grid!r}")
         self.name = str(getattr(kernel, "__name__", kernel))
         self.grid: tuple[int, int, int] = (*grid, 1, 1)[:3]  # type: ignore[assignment]
         self.body, self.tensors = _interpreter.bind(kernel, grid, args, kwargs)

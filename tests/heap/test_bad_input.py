@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
@@ -316,6 +317,17 @@ def test_lists_that_are_no_integers() -> None:
             for method in (heap.malloc, heap.free, heap.usable_size):
                 with pytest.raises(InvalidArgument):
                     method(wrong)  # type: ignore[arg-type]
+
+
+def test_arrays_of_numpy_are_requests() -> None:
+    with Heap("1MiB") as heap:
+        addrs = heap.malloc(np.array([64, 100]))
+        assert heap.usable_size(addrs.cpu().numpy()).tolist() == [64, 112]
+        assert heap.tensor(addrs[1], np.array([5, 5]), torch.float32).shape == (5, 5)
+        heap.free(addrs.cpu().numpy())
+        assert_empty(heap)
+        with pytest.raises(InvalidArgument, match="must be a 64-bit integer, a list of them"):
+            heap.malloc(np.ones((2, 2), int))
 
 
 @pytest.mark.parametrize("one", [1.5, None, 1 << 64])

@@ -286,6 +286,7 @@ def test_a_tensor_of_no_memory_says_so() -> None:
         (PAGE_BYTES, (2, 1.5), torch.int8),
         (PAGE_BYTES, 8, "int8"),
         (PAGE_BYTES, 8, np.int8),
+        (PAGE_BYTES, 8, torch.quint8),
     ],
 )
 def test_a_tensor_of_wrong_arguments(addr: object, shape: object, dtype: object) -> None:
@@ -395,6 +396,21 @@ def resize_one_lane_kernel(heap, out):
 
 
 @triton.jit
+def named_tag_kernel(heap, out):
+    da.malloc(heap, 64, tag="weights")
+
+
+@triton.jit
+def long_tag_kernel(heap, out):
+    da.zeros(heap, 64, tag=tl.arange(0, 4))
+
+
+@triton.jit
+def fraction_tag_kernel(heap, out):
+    da.realloc(heap, 0, 64, tag=1.5)
+
+
+@triton.jit
 def constant_kernel(heap, out, N: tl.constexpr):
     tl.store(out, da.malloc(heap, N))
     da.free(heap, 0)
@@ -417,6 +433,9 @@ def constant_kernel(heap, out, N: tl.constexpr):
         (resize_one_kernel, "realloc: sizes are as long as addresses"),
         (resize_one_masked_kernel, "realloc: a mask is as long as addresses"),
         (resize_one_lane_kernel, "realloc: sizes are as long as addresses"),
+        (named_tag_kernel, "a tag is an integer"),
+        (long_tag_kernel, "a tag is an integer, or one for each request"),
+        (fraction_tag_kernel, "a tag is an integer"),
     ],
 )
 def test_a_kernel_is_told_what_is_wrong(kernel: triton.JITFunction, text: str) -> None:

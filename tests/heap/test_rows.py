@@ -192,7 +192,7 @@ def test_offsets_that_are_none() -> None:
         for offsets, count in (
             ([0, 4, 2, 16], 1),
             ([16, 12, 8, 4], 3),
-            ([-8, -4, 4, 8], 0),
+            ([-8, -4, 4, 8], 1),
             ([1 << 62, -(1 << 62), 5, 0], 2),
         ):
             heap.scatter(values, int64(offsets), addrs)
@@ -200,6 +200,11 @@ def test_offsets_that_are_none() -> None:
             assert counts.get("invalid argument", 0) == count
         heap.scatter(values, int64([0, 4, 8, 17]), addrs)
         with pytest.raises(InvalidArgument, match=r"no room for 17 elements.*1 x invalid argument"):
+            heap.check()
+        before = heap.tensor(addrs[0], 16, torch.int32).zero_()
+        heap.scatter(values, int64([-3, 1, 1, 1]), addrs)
+        assert not before.any()
+        with pytest.raises(InvalidArgument, match=r"from element -3 on.*begin at 0 or later"):
             heap.check()
         heap.scatter(values, int64([0, 4, 2, 3]), addrs)
         with pytest.raises(InvalidArgument, match=r"a row of -2 elements.*never decrease"):
@@ -230,6 +235,8 @@ def test_lengths_that_are_none(lengths: object, text: str) -> None:
             heap.gather(addrs, lengths, torch.int32)  # type: ignore[arg-type]
         with pytest.raises(InvalidArgument, match="a dtype is one of torch's"):
             heap.gather(addrs, [1, 1], int)  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgument, match=r"a tensor of torch.qint8 over given memory"):
+            heap.gather(addrs, [1, 1], torch.qint8)
         heap.free(addrs)
 
 

@@ -507,8 +507,9 @@ def test_wrong_arguments_are_refused() -> None:
         Interleaving()
     with pytest.raises(InvalidArgument, match="switch_at"):
         Interleaving(launch, switch_at="loads")
-    with pytest.raises(InvalidArgument, match="grid"):
-        Launch(atomic_kernel, (0,), counter)
+    for grid in ((0,), 2, (), (1, 1, 1, 1), (1.5,), lambda options: (2,)):
+        with pytest.raises(InvalidArgument, match="a grid is a tuple"):
+            Launch(atomic_kernel, grid, counter)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="not an interpreted kernel"):
         Launch(must_be, (1,), counter)
     with pytest.raises(InvalidArgument, match="cannot launch atomic_kernel"):
