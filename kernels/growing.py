@@ -11,7 +11,7 @@ Shared words and their writers
     that found the bit of its page, which was written later.
     *Bell*: in memory of the host. A program that found nothing writes how many pages it wants, and
     the answer that it has seen; the host ignores requests that it has answered since. Another
-    program's word may replace it, so whoever waits writes it again from time to time.
+    program's word may replace it, so a program that waits writes it again from time to time.
     *ANSWERS*: twice the number of answers, plus 1 while the host may still grow the heap. A program
     reads it before it searches, and searches again if it has changed: the heap may have grown
     during the search, or given back what was free, so that it can grow again.
