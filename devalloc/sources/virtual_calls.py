@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import threading
 from typing import Any, Protocol
 
 import torch
@@ -78,6 +80,14 @@ _PROT_NONE = 0
 _PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
+_lock = threading.RLock()
+"""Around what is looked at and then changed: calls of the C library let go of Python's own lock. A
+finalizer may call within a call."""
+# (A child begins with what no other thread was changing.)
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)
+
 
 class _HostHandle:
     """``nbytes`` of host memory, whose contents lie where they were mapped last, if anywhere."""
@@ -137,27 +147,37 @@ class HostPages:
         return address
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        # Before: afterwards the addresses may belong to another reservation.
-        self._forget(address, nbytes)
-        if libc().munmap(address, nbytes):
-            raise DevallocError(f"munmap of {format_size(nbytes)} failed: {reason()}")
+        with _lock:
+            # Before: afterwards the addresses may belong to another reservation.
+            self._forget(address, nbytes)
+            if libc().munmap(address, nbytes):
+                raise DevallocError(f"munmap of {format_size(nbytes)} failed: {reason()}")
 
     def create(self, nbytes: int) -> _HostHandle:
         return _HostHandle(nbytes)
 
     def release(self, handle: _HostHandle, nbytes: int) -> None:
-        if handle.place is not None:
-            drop(handle.place, nbytes)
-            del self._resting[handle.place]
+        with _lock:
+            place = handle.place
+            if place is None:
+                return
+            try:
+                drop(place, nbytes)
+            except DevallocError:
+                # (A finalizer may have released the addresses just before.)
+                if handle.place is not None:
+                    raise
+            self._resting.pop(place, None)
             handle.place = None
 
     def map(self, address: int, handle: _HostHandle, nbytes: int) -> None:
-        if handle.place != address:
-            self.release(handle, nbytes)
-            drop(address, nbytes)
-        self._forget(address, nbytes)
-        handle.place = address
-        self._mapped[address] = handle
+        with _lock:
+            if handle.place != address:
+                self.release(handle, nbytes)
+                drop(address, nbytes)
+            self._forget(address, nbytes)
+            handle.place = address
+            self._mapped[address] = handle
 
     def allow(self, address: int, nbytes: int) -> None:
         if libc().mprotect(address, nbytes, _PROT_READ_WRITE):
@@ -166,12 +186,13 @@ class HostPages:
             )
 
     def unmap(self, address: int, nbytes: int) -> None:
-        if libc().mprotect(address, nbytes, _PROT_NONE):
-            raise DevallocError(f"mprotect of {format_size(nbytes)} failed: {reason()}")
-        end = address + nbytes
-        while address < end:
-            handle = self._resting[address] = self._mapped.pop(address)
-            address += handle.nbytes
+        with _lock:
+            if libc().mprotect(address, nbytes, _PROT_NONE):
+                raise DevallocError(f"mprotect of {format_size(nbytes)} failed: {reason()}")
+            end = address + nbytes
+            while address < end:
+                handle = self._resting[address] = self._mapped.pop(address)
+                address += handle.nbytes
 
     def _forget(self, address: int, nbytes: int) -> None:
         """What is left in a range has no contents any more."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ import torch
 
 from devalloc import Arena, DevallocError, Heap, InvalidArgument, InvalidFree, OutOfMemory
 from devalloc.report.environment import virtual_memory_on
-from devalloc.sources import Segment, VirtualSource, cuda_pages, handles
+from devalloc.sources import Segment, VirtualSource, cuda_pages, handles, virtual_calls
 from devalloc.sources.cuda_pages import CudaPages
 from devalloc.sources.handles import HandlePool
 from devalloc.sources.virtual_calls import HostPages
@@ -764,6 +765,69 @@ def test_on_the_cpu_addresses_that_stay_are_tried_again(
     monkeypatch.undo()
     source.free(source.allocate(1), 1)
     assert source.stats().address_space == 0
+
+
+@pytest.mark.parametrize("where", ["in another thread", "in a finalizer"])
+def test_on_the_cpu_addresses_are_released_while_their_handle_leaves(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = VirtualSource(CPU, HostPages())
+    first, second = source.allocate(2 * MIB), source.reserve(2 * MIB)
+    source.unmap(first)
+    other = threading.Thread(target=source.free, args=(first, 2 * MIB))
+    real = virtual_calls.drop
+    released_early = []
+
+    def drop(address: int, nbytes: int) -> None:
+        if address == first and where == "in a finalizer":
+            source.free(first, 2 * MIB)
+        elif address == first:
+            other.start()
+            other.join(0.2)
+            released_early.append(not other.is_alive())
+        real(address, nbytes)
+
+    monkeypatch.setattr(virtual_calls, "drop", drop)
+    source.map(second)  # takes the handle whose contents rest at the first
+    monkeypatch.undo()
+    if where == "in another thread":
+        other.join(10)
+        assert released_early == [False], "the addresses could be someone else's by then"
+    ctypes.memset(second, 1, 2 * MIB)
+    source.free(second, 2 * MIB)
+    stats = source.stats()
+    assert (stats.mapped, stats.address_space, stats.idle) == (0, 0, 2 * MIB)
+
+
+def test_on_the_cpu_a_process_is_forked_while_a_thread_maps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = VirtualSource(CPU, HostPages())
+    first, second = source.allocate(2 * MIB), source.reserve(2 * MIB)
+    source.unmap(first)
+    real = virtual_calls.drop
+    entered = threading.Event()
+
+    def drop(address: int, nbytes: int) -> None:
+        entered.set()
+        time.sleep(0.2)
+        real(address, nbytes)
+
+    monkeypatch.setattr(virtual_calls, "drop", drop)
+    mapping = threading.Thread(target=source.map, args=(second,))
+    mapping.start()
+    assert entered.wait(10)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)
+        monkeypatch.undo()
+        source.free(source.allocate(2 * MIB), 2 * MIB)
+        os._exit(0)
+    mapping.join()
+    assert os.waitpid(child, 0)[1] == 0
+    source.free(first, 2 * MIB)
+    source.free(second, 2 * MIB)
 
 
 def test_a_forked_childs_memory_is_its_own() -> None:
