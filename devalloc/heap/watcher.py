@@ -2,7 +2,8 @@
 
 One thread serves all heaps of the process that were made with ``grow="auto"``. It looks at their
 bells, a word each in memory that kernels and the host reach, every PAUSE_S seconds. It ends when no
-such heap is left, and at exit; a process that is forked has none, and its heaps are refused.
+such heap is left, and at exit; a process that is forked has none, and its heaps are refused. A heap
+that another thread grows or trims at the moment is left for the next time.
 
 A heap is doubled, or grown by LEAST_BYTES or by what is asked for if that is more. If the device
 has less, half of that is tried, and so on. The answer says whether asking again makes sense.
@@ -37,28 +38,52 @@ class Bell:
 
     def __init__(self, growth: Growth, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self.growth = growth
+        # (Not kept alive: the thread would give the memory of a heap that ends back, and to wait
+        # for the device then would hold up the other heaps.)
+        self._growth = weakref.ref(growth)
         self.word = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self.address = self.word.data_ptr()
         self.device = device
         self.ended = False
         self._rung = ctypes.c_int64.from_address(self.address)
+        self._attended = 0
         self._refused_at: float | None = None
 
+    @property
+    def growth(self) -> Growth:
+        growth = self._growth()
+        assert growth is not None
+        return growth
+
+    @property
+    def is_over(self) -> bool:
+        return self.ended or self._growth() is None
+
     def attend(self) -> None:
-        """Answer if a kernel has asked."""
-        if self._refused_at is not None and time.monotonic() - self._refused_at > RETRY_S:
-            with self.growth.lock:
-                if not self.ended:
-                    self.welcome()
-        word = self._rung.value
-        if word == 0:
+        """Answer if a kernel has asked; the next time, if the heap is in use by another thread."""
+        # (Both are read once: kernels and other threads change them.)
+        word, refused_at = self._rung.value, self._refused_at
+        again = refused_at is not None and time.monotonic() - refused_at > RETRY_S
+        if word == self._attended and not again:
             return
-        # Before: what comes later is seen the next time.
-        self._rung.value = 0
-        with self.growth.lock:
-            if not self.ended and word >> 32 == self.growth.last_answer:
+        growth = self._growth()
+        # (To wait, perhaps for a long step of the user's, would hold up the other heaps.)
+        if growth is None or not growth.lock.acquire(blocking=False):
+            return
+        try:
+            if self.ended:
+                return
+            if self.device.type == "cuda":
+                _allow_captures()
+            # The word stays: to clear it could clear what was written since. It is older than the
+            # next answer, and if there can be none, nobody is helped by trying again.
+            self._attended = word
+            if again:
+                self.welcome()
+            if word >> 32 == growth.last_answer:
                 self._grow((word & 0xFFFFFFFF) * PAGE_BYTES)
+        finally:
+            growth.lock.release()
 
     def first_answer(self) -> int:
         """What kernels of a heap without blocks find as the last answer."""
@@ -75,15 +100,20 @@ class Bell:
         room = self.growth.limit - self.growth.capacity
         least = min(max(nbytes, CHUNK_BYTES), room)
         wanted = min(max(nbytes, self.growth.capacity, LEAST_BYTES), room)
-        while wanted > 0:
-            try:
-                self.growth.grow(wanted, tell=True)
-                return
-            except OutOfMemory:
-                wanted = max(wanted // 2, least) if wanted > least else 0
-        if room > 0:
-            self._refused_at = time.monotonic()
-        self.growth.answer(more=False)
+        grown = False
+        try:
+            while wanted > 0 and not grown:
+                try:
+                    self.growth.grow(wanted, tell=True)
+                    grown = True
+                except OutOfMemory:
+                    wanted = max(wanted // 2, least) if wanted > least else 0
+        finally:
+            # (Programs wait for an answer after any other error, too.)
+            if not grown:
+                if room > 0:
+                    self._refused_at = time.monotonic()
+                self.growth.answer(more=False)
 
     def end(self) -> None:
         """Answer no more; waits for an answer that is under way."""
@@ -123,10 +153,9 @@ class Watcher:
             thread.join()
 
     def _serve(self) -> None:
-        _allow_captures()
         while not self._stop.wait(PAUSE_S):
             with self._lock:
-                bells = [bell for bell in self._bells if not bell.ended]
+                bells = [bell for bell in self._bells if not bell.is_over]
                 if not bells:
                     self._thread = None
                     return
@@ -136,10 +165,9 @@ class Watcher:
 
 def _allow_captures() -> None:
     """Let this thread map memory while another one captures a graph."""
-    if torch.cuda.is_available() and torch.version.hip is None:
-        runtime = cudart.runtime()
-        relaxed = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
-        runtime.cudaThreadExchangeStreamCaptureMode(relaxed)
+    runtime = cudart.runtime()
+    relaxed = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+    runtime.cudaThreadExchangeStreamCaptureMode(relaxed)
 
 
 watcher = Watcher()

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from devalloc import DoubleFree, Heap, InvalidArgument, OutOfMemory
+from devalloc import DevallocError, DoubleFree, Heap, InvalidArgument, OutOfMemory
 from devalloc import kernels as da
 from devalloc.heap import watcher
 from devalloc.kernels.target import is_interpreted, let_host_run
@@ -466,6 +466,135 @@ def test_after_the_end_no_host_is_asked() -> None:
     out = int64([1, 1])
     insist_kernel[(1,)](handle, out, 9 * MIB, 1)
     assert out.tolist() == [0, 1]
+
+
+# The thread ---------------------------------------------------------------------------------------
+
+
+class Word:
+    """A bell's word, with something to do after it was read."""
+
+    def __init__(self, value: int, then: Callable[[Word], None]) -> None:
+        self._value = value
+        self._then = then
+
+    @property
+    def value(self) -> int:
+        value = self._value
+        self._then(self)
+        return value
+
+    @value.setter
+    def value(self, value: int) -> None:
+        self._value = value
+
+
+def by_hand(heap: Heap) -> watcher.Bell:
+    """A bell to which no thread attends."""
+    assert heap._growth is not None
+    return watcher.Bell(heap._growth, heap.device)
+
+
+def test_a_request_that_comes_while_an_older_one_is_looked_at_is_answered(heap: Heap) -> None:
+    bell = by_hand(heap)
+    bell.welcome()
+    last = bell.growth.last_answer
+
+    def ring(word: Word) -> None:
+        word.value = (last << 32) + 64
+
+    bell._rung = Word(((last - 2) << 32) + 64, ring)  # type: ignore[assignment]
+    bell.attend()
+    assert heap.capacity == CHUNK, "answered before"
+    bell.attend()
+    assert heap.capacity == CHUNK + watcher.LEAST_BYTES
+    for _ in range(3):
+        bell.attend()
+    assert heap.capacity < heap.limit, "a request is answered once"
+
+
+def test_a_heap_that_another_thread_grows_does_not_hold_up_others() -> None:
+    with (
+        Heap("1MiB", limit="64MiB", grow="auto") as busy,
+        Heap("1MiB", limit="64MiB", grow="auto") as other,
+    ):
+        assert busy._growth is not None
+        assert busy._bell is not None
+        with busy._growth.lock:
+            busy._bell._rung.value = (busy._growth.last_answer << 32) + 64
+            time.sleep(20 * watcher.PAUSE_S)
+            assert other.malloc([9 * MIB]).item() != 0
+            assert busy.capacity == CHUNK
+        until(lambda: busy.capacity > CHUNK)
+
+
+def test_a_heap_is_welcome_again_while_the_thread_looks_at_the_time(
+    heap: Heap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bell = by_hand(heap)
+    bell._refused_at = time.monotonic() - 1
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            bell._refused_at = None  # as a trim or a reset in another thread
+            return time.monotonic()
+
+    monkeypatch.setattr(watcher, "time", Clock)
+    bell.attend()
+
+
+class BrokenPages(HostPages):
+    broken = False
+
+    def create(self, nbytes: int):  # type: ignore[no-untyped-def]
+        if self.broken:
+            raise DevallocError("cuMemCreate failed: injected")
+        return super().create(nbytes)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the double of the driver is on the CPU")
+def test_an_error_of_the_driver_is_an_answer_too(unraisable: list[str]) -> None:
+    pages = BrokenPages()
+    with (
+        Heap("1MiB", limit="64MiB", grow="auto", source=VirtualSource(CPU, pages)) as heap,
+        Heap("1MiB", limit="64MiB", grow="auto") as other,
+    ):
+        assert heap._growth is not None
+        pages.broken = True
+        before = heap._growth.last_answer
+        assert heap.malloc([9 * MIB]).item() == 0
+        assert heap._growth.last_answer > before
+        time.sleep(20 * watcher.PAUSE_S)
+        assert unraisable == ["cuMemCreate failed: injected"]
+        heap.clear_errors()
+        assert other.malloc([9 * MIB]).item() != 0
+        pages.broken = False
+        time.sleep(3 * watcher.RETRY_S)
+        assert heap.malloc([9 * MIB]).item() != 0
+
+
+@pytest.mark.skipif(ON_GPU, reason="the double of the driver is on the CPU")
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_a_heap_that_the_thread_looks_at_gives_its_memory_back(how: str) -> None:
+    _pages, source = scarce(64 * MIB)
+    heap = Heap("4MiB", limit="64MiB", grow="auto", source=source)
+    looking, go_on = threading.Event(), threading.Event()
+
+    def wait(word: Word) -> None:
+        looking.set()
+        go_on.wait(10)
+
+    assert heap._bell is not None
+    heap._bell._rung = Word(0, wait)  # type: ignore[assignment]
+    assert looking.wait(10)
+    try:
+        if how == "closed":
+            heap.close()
+        del heap
+        assert source.stats().mapped == 0
+    finally:
+        go_on.set()
 
 
 # Bad input ----------------------------------------------------------------------------------------
