@@ -128,39 +128,48 @@ class Watcher:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bells: weakref.WeakSet[Bell] = weakref.WeakSet()
+        self._bells: list[Bell] = []
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
     def add(self, bell: Bell) -> None:
         with self._lock:
-            self._bells.add(bell)
-            if self._thread is None:
-                self._stop.clear()
-                self._thread = threading.Thread(
+            if self._thread is None and not self._stop.is_set():
+                thread = threading.Thread(
                     target=self._serve, name="devalloc heaps that grow", daemon=True
                 )
-                self._thread.start()
+                thread.start()  # may fail: a process has only so many threads
+                self._thread = thread
+            self._bells.append(bell)
 
     @property
     def running(self) -> bool:
         return self._thread is not None
 
     def end(self) -> None:
-        """Stop, and wait for what is under way."""
-        self._stop.set()
-        if (thread := self._thread) is not None:
+        """Stop for good, and wait for what is under way."""
+        with self._lock:
+            self._stop.set()
+            thread = self._thread
+        if thread is not None:
             thread.join()
 
     def _serve(self) -> None:
+        this = threading.current_thread()
         while not self._stop.wait(PAUSE_S):
-            with self._lock:
-                bells = [bell for bell in self._bells if not bell.is_over]
-                if not bells:
-                    self._thread = None
-                    return
-            call_for_finalizers(Bell.attend, bells)
-            del bells
+            # (No error ends the thread, which other heaps need, too.)
+            call_for_finalizers(Watcher._attend_all, (self,))
+            if self._thread is not this:
+                return
+
+    def _attend_all(self) -> None:
+        """Answer every bell; without any, the thread is not needed any more."""
+        with self._lock:
+            self._bells = [bell for bell in self._bells if not bell.is_over]
+            bells = tuple(self._bells)
+            if not bells:
+                self._thread = None
+        call_for_finalizers(Bell.attend, bells)
 
 
 def _allow_captures() -> None:
@@ -179,7 +188,7 @@ def _begin_anew() -> None:
 
 
 def watch(bell: Bell) -> None:
-    """Answer a bell from now on, until it ends or until nothing refers to it."""
+    """Answer a bell from now on, until it ends or its heap does."""
     watcher.add(bell)
 
 

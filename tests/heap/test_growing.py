@@ -528,6 +528,28 @@ def test_a_heap_that_another_thread_grows_does_not_hold_up_others() -> None:
         until(lambda: busy.capacity > CHUNK)
 
 
+def test_a_thread_that_cannot_be_started_is_started_for_the_next_heap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gc.collect()
+    until(lambda: not watcher.watcher.running)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "devalloc heaps that grow":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Heap("1MiB", limit="64MiB", grow="auto")
+    monkeypatch.undo()
+    assert not watcher.watcher.running
+    assert not watcher.watcher._bells
+    with Heap("1MiB", limit="64MiB", grow="auto") as heap:
+        assert heap.malloc([9 * MIB]).item() != 0
+
+
 def test_a_heap_is_welcome_again_while_the_thread_looks_at_the_time(
     heap: Heap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -574,6 +596,17 @@ def test_an_error_of_the_driver_is_an_answer_too(unraisable: list[str]) -> None:
         assert heap.malloc([9 * MIB]).item() != 0
 
 
+def test_no_error_ends_the_thread(monkeypatch: pytest.MonkeyPatch, unraisable: list[str]) -> None:
+    def fail(bells: Any) -> None:
+        raise MemoryError("injected")
+
+    with Heap("1MiB", limit="64MiB", grow="auto") as heap:
+        monkeypatch.setattr(watcher.Watcher, "_attend_all", fail)
+        until(lambda: "injected" in unraisable)
+        monkeypatch.undo()
+        assert heap.malloc([9 * MIB]).item() != 0
+
+
 @pytest.mark.skipif(ON_GPU, reason="the double of the driver is on the CPU")
 @pytest.mark.parametrize("how", ["closed", "dropped"])
 def test_a_heap_that_the_thread_looks_at_gives_its_memory_back(how: str) -> None:
@@ -595,6 +628,21 @@ def test_a_heap_that_the_thread_looks_at_gives_its_memory_back(how: str) -> None
         assert source.stats().mapped == 0
     finally:
         go_on.set()
+
+
+def test_at_exit_the_thread_ends_for_good(heap: Heap) -> None:
+    ending = watcher.Watcher()
+    bell = by_hand(heap)
+    ending.add(bell)
+    assert ending.running
+    thread = ending._thread
+    ending.end()
+    assert thread is not None
+    assert not thread.is_alive()
+    ending = watcher.Watcher()
+    ending.end()
+    ending.add(bell)
+    assert not ending.running
 
 
 # Bad input ----------------------------------------------------------------------------------------
