@@ -66,7 +66,7 @@ def _sizes_of(
                 f"a limit of {format_size(most)} is below the capacity, {format_size(least)}"
             )
     else:
-        most = max(least, memory_of(device)) if grows else least
+        most = max(least, min(memory_of(device), MAX_PAGES * PAGE_BYTES)) if grows else least
     pages = most // PAGE_BYTES
     if grows:
         pages = -(-most // CHUNK_BYTES) * CHUNK_PAGES

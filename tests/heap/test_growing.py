@@ -19,7 +19,7 @@ import triton.language as tl
 
 from devalloc import DevallocError, DoubleFree, Heap, InvalidArgument, OutOfMemory
 from devalloc import kernels as da
-from devalloc.heap import watcher
+from devalloc.heap import host_heap, watcher
 from devalloc.kernels.target import is_interpreted, let_host_run
 from devalloc.sources import HostSource, VirtualSource
 from devalloc.sources.virtual_calls import HostPages
@@ -466,6 +466,15 @@ def test_after_the_end_no_host_is_asked() -> None:
     out = int64([1, 1])
     insist_kernel[(1,)](handle, out, 9 * MIB, 1)
     assert out.tolist() == [0, 1]
+
+
+@pytest.mark.skipif(ON_GPU, reason="the double of the driver is on the CPU")
+def test_the_memory_of_a_large_device_is_more_than_a_heap_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_heap, "memory_of", lambda _: 2 << 40)
+    with Heap("1MiB", grow="auto") as heap:
+        assert heap.limit == 512 << 30
 
 
 # The thread ---------------------------------------------------------------------------------------
