@@ -8,17 +8,28 @@ Chunks that were given back are filled first.
 The unit is a chunk of 4 MiB. A larger step is mapped in pieces of a quarter of it, because a piece
 can only be given back as a whole, and costs the same whatever its size.
 
-Concurrency: one lock; a thread may grow the heap while others use it.
+Concurrency: a thread may grow the heap while others use it. ``lock`` is held by each change, but
+not while a kernel takes chunks: that kernel may be queued behind programs that wait for the heap to
+grow. ``shrinking`` is held by all of `Growth.give_back`, and by what must not see pages that are
+taken and still mapped. It is acquired before ``lock``.
+
+Interruptions: Ctrl-C can leave any of these functions between two calls. So a step is noted before
+it begins, or entered when it is complete, by stores without a call in between, and the next call
+brings to an end what was interrupted. What is mapped, the source knows. Words of the free row are
+copied once, because programs may use the pages at once: the C code that copies also notes it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from itertools import starmap
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -32,6 +43,7 @@ if TYPE_CHECKING:
     from devalloc.heap.debug_table import DebugTable
     from devalloc.sources.source import Mappable
 
+CLOSED = "the heap is closed"
 CHUNK_BYTES = CHUNK_PAGES * PAGE_BYTES
 LARGEST_PIECE = 256 << 20
 _ZEROS = 1 << 19  # words of the patterns that are copied
@@ -61,26 +73,32 @@ class Growth:
         geometry: Geometry,
         table: DebugTable | None,
     ) -> None:
-        self.chunks = 0
-        """From the first to the last that there ever were: so many have records."""
         self.last_answer = 0
         """What ANSWERS holds."""
-        self._kept = 0
+        self.ended = False
+        """Whether the heap is closed. Set with both locks."""
         self.lock = threading.RLock()
+        self.shrinking = threading.RLock()
+        # Chunks that have records, from the first to the last that there ever were, and which of
+        # them were given back. Changed together.
+        self._there: tuple[int, list[tuple[int, int]]] = 0, []
+        # Copies that publish pages, and what the finished ones returned.
+        self._owed: tuple[list[tuple[Any, ...]], list[Any]] | None = None
+        # The pieces that a kernel is to take, where it says which it has, and its stream.
+        self._taking: tuple[list[tuple[int, int]], torch.Tensor, Any] | None = None
+        self._kept = 0
         self._process = os.getpid()
-        self._absent: list[tuple[int, int]] = []
         self._source = cast("Mappable", data.source)
         self._data = data
         self._control = control
         self._front = front
         self._geometry = geometry
         self._table = table
+        # Bytes of each that are mapped and cleared.
         self._mapped = {id(control): 0} | ({id(table.segment): 0} if table else {})
-        self._words: dict[int, torch.Tensor] = {}
         self._device = data.source.device
-        self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)
+        # (One of PyTorch's may be the one on which a program waits for the heap to grow.)
+        self._stream = own_stream(self, self._device) if self._device.type == "cuda" else None
         # (Copied from pinned memory, no step needs a multiprocessor.)
         pinned = self._stream is not None
         self._zeros = _pattern(_ZEROS, 0, pinned)
@@ -89,8 +107,14 @@ class Growth:
             layout.EXTENT_COPIES.value + 1, dtype=torch.int64, device="cpu", pin_memory=pinned
         )
         self._extent, self._answer = words[:-1], words[-1:]
+        _GROWTHS.add(self)
 
     # What there is --------------------------------------------------------------------------------
+
+    @property
+    def chunks(self) -> int:
+        """From the first to the last that there ever were: so many have records."""
+        return self._there[0]
 
     @property
     def pages(self) -> int:
@@ -100,7 +124,8 @@ class Growth:
     @property
     def capacity(self) -> int:
         """Bytes of data that have memory."""
-        return (self.chunks - sum(count for _, count in self._absent)) * CHUNK_BYTES
+        chunks, absent = self._there
+        return (chunks - sum(count for _, count in absent)) * CHUNK_BYTES
 
     @property
     def limit(self) -> int:
@@ -115,7 +140,8 @@ class Growth:
         """First and number of the chunks that have memory, ascending."""
         parts = []
         begin = 0
-        for first, count in [*self._absent, (self.chunks, 0)]:
+        chunks, absent = self._there
+        for first, count in [*absent, (chunks, 0)]:
             if first > begin:
                 parts.append((begin, first - begin))
             begin = first + count
@@ -123,7 +149,7 @@ class Growth:
 
     def absent_pages(self) -> list[slice]:
         """Where pages were given back."""
-        return [slice(at * CHUNK_PAGES, (at + n) * CHUNK_PAGES) for at, n in self._absent]
+        return [slice(at * CHUNK_PAGES, (at + n) * CHUNK_PAGES) for at, n in self._there[1]]
 
     # Growing --------------------------------------------------------------------------------------
 
@@ -134,11 +160,15 @@ class Growth:
                 self._source.map(self._data.address, 0, self._front, LARGEST_PIECE)
             self._map_state(chunks)
             self._map_data([(0, chunks)], self._piece(chunks))
-            if self._stream is not None:
-                # (The state is written next, on the current stream.)
-                self._stream.synchronize()
-        self.chunks = self._kept = chunks
-        self._handle = self._words_of(self._control)
+            # (The state is written next, on the current stream.)
+            self._synchronise()
+        self._there, self._kept = (chunks, []), chunks
+
+    def follow(self) -> None:
+        """Let what is copied from now on come after what the current stream has to do."""
+        if self._stream is not None:
+            own = torch.cuda.ExternalStream(int(self._stream), device=self._device)
+            own.wait_stream(torch.cuda.current_stream(self._device))
 
     def grow(self, nbytes: int, tell: bool = False) -> int:
         """Add at least ``nbytes``; returns by how much the capacity has grown. With ``tell``
@@ -147,12 +177,15 @@ class Growth:
         Raises
         ------
         InvalidArgument
-            Beyond the limit; nothing has changed then.
+            Beyond the limit, or if the heap is closed; nothing has changed then.
         OutOfMemory
             If the source has not so much memory; nothing has changed then.
         """
         self.require_allowed()
         with self.lock, self._current():
+            self._require_open()
+            self._publish()
+            self._drop_strays()
             before = self.capacity
             wanted = -(-nbytes // CHUNK_BYTES)
             if before + wanted * CHUNK_BYTES > self.limit:
@@ -161,16 +194,28 @@ class Growth:
                     f"it cannot grow by {format_size(nbytes)}"
                 )
             parts = self._parts_for(wanted)
-            self._map_state(sum(parts[-1]) if parts else 0)
-            self._map_data(parts, self._piece(wanted))
+            end = sum(parts[-1]) if parts else 0
+            try:
+                self._map_state(end)
+                self._map_data(parts, self._piece(wanted))
+            except BaseException:
+                self._drop_strays()
+                raise
+            chunks, absent = self._there
+            copies = self._extents(end) if end > chunks else []
+            copies += self._free(parts)
+            # (The first ones are filled first.)
+            there = max(chunks, end), _behind(absent, end)
             # (From here on nothing fails but the device itself.)
-            self._publish(parts, tell)
+            self._there, self._owed = there, (copies, [])
+            self._publish(tell)
             return self.capacity - before
 
     def _parts_for(self, chunks: int) -> list[tuple[int, int]]:
         """First and number of the chunks to map: those that were given back, then new ones."""
         parts = []
-        for first, count in [*self._absent, (self.chunks, chunks)]:
+        there, absent = self._there
+        for first, count in [*absent, (there, chunks)]:
             taken = min(count, chunks)
             if taken:
                 parts.append((first, taken))
@@ -195,54 +240,73 @@ class Growth:
                 "before or after; kernels of the graph see it when the graph is replayed"
             )
 
+    def _require_open(self) -> None:
+        if self.ended:
+            raise InvalidArgument(CLOSED)
+
     @staticmethod
     def _piece(chunks: int) -> int:
         quarter = max(chunks // 4, 1)
         return min(CHUNK_BYTES << quarter.bit_length() - 1, LARGEST_PIECE)
 
-    def _publish(self, parts: list[tuple[int, int]], tell: bool) -> None:
-        # (The first ones are filled first.)
-        self._absent = _behind(self._absent, sum(parts[-1]) if parts else 0)
-        known = self.chunks
-        self.chunks = max(known, sum(parts[-1])) if parts else known
-        with self._copies():
-            if self.chunks > known:
-                self._extent.fill_(self.pages)
-                self._put(layout.EXTENT.value, self._extent)
-            for first, count in parts:
-                for at in range(first, first + count, len(self._ones)):
-                    length = min(first + count - at, len(self._ones))
-                    self._put(self._geometry.rows + at, self._ones[:length])
-            # (These may lie far behind what there was.)
+    def _extents(self, chunks: int) -> list[tuple[Any, ...]]:
+        """The copy that says how many chunks have records."""
+        self._extent.fill_(chunks * CHUNK_PAGES)
+        return [self._copy_of(layout.EXTENT.value, self._extent)]
+
+    def _free(self, parts: list[tuple[int, int]]) -> list[tuple[Any, ...]]:
+        """The copies that make all pages of chunks free."""
+        return [
+            self._copy_of(self._geometry.rows + at, self._ones[: first + count - at])
+            for first, count in parts
+            for at in range(first, first + count, len(self._ones))
+        ]
+
+    def _publish(self, tell: bool = False) -> None:
+        """Make the copies that are owed, and wait for them."""
+        if self._owed is not None:
+            self._copy(*self._owed)
+            # (The pages may lie far behind what there was.)
             self._reset_hints()
             if tell:
                 self._put_answer(more=self.capacity < self.limit)
+            self._synchronise()
+            self._owed = None
 
     def next_answer(self, more: bool) -> int:
-        """The word of the next answer, which differs from all before."""
-        self.last_answer = (self.last_answer | 1) + 1 + more
+        """The word of the next answer, which differs from all before. In a process that was
+        forked no thread answers."""
+        self.last_answer = (self.last_answer | 1) + 1 + (more and self.is_ours)
         return self.last_answer
 
     def answer(self, more: bool) -> None:
-        """Tell programs that wait that the host has done what it could; ``more``: it may still."""
-        with self.lock, self._copies():
+        """Tell programs that wait that the host has done what it could; ``more``: it may still.
+        Raises InvalidArgument if the heap is closed."""
+        with self.lock, self._current():
+            self._require_open()
             self._put_answer(more)
+            self._synchronise()
 
     def _put_answer(self, more: bool) -> None:
         self._answer.fill_(self.next_answer(more))
-        self._put(layout.ANSWERS.value, self._answer)
+        self._copy([self._copy_of(layout.ANSWERS.value, self._answer)])
 
     def _map_data(self, parts: list[tuple[int, int]], largest: int) -> None:
-        done: list[tuple[int, int]] = []
-        try:
-            for first, count in parts:
-                offset, nbytes = self._front + first * CHUNK_BYTES, count * CHUNK_BYTES
-                self._source.map(self._data.address, offset, nbytes, largest)
-                done.append((offset, nbytes))
-        except BaseException:
-            for offset, nbytes in done:
+        for first, count in parts:
+            offset, nbytes = self._front + first * CHUNK_BYTES, count * CHUNK_BYTES
+            self._source.map(self._data.address, offset, nbytes, largest)
+
+    def _drop_strays(self) -> None:
+        """Unmap what a call that failed or was interrupted had mapped."""
+        chunks, absent = self._there
+        for first, count in _joined([*absent, (chunks, self._geometry.chunks - chunks)]):
+            for offset, nbytes in self._handles(first, count):
                 self._source.unmap(self._data.address, offset, nbytes)
-            raise
+
+    def _handles(self, first: int, count: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of the handles that lie inside some chunks."""
+        begin = self._front + first * CHUNK_BYTES
+        return self._source.parts(self._data.address, begin, count * CHUNK_BYTES)
 
     def _map_state(self, chunks: int) -> None:
         """Map and clear what lies behind the records of so many chunks, and their debug entries."""
@@ -257,93 +321,185 @@ class Growth:
         before = self._mapped[id(segment)]
         after = -(-words * 8 // unit) * unit
         if after > before:
-            self._source.map(segment.address, before, after - before, LARGEST_PIECE)
-            self._mapped[id(segment)] = after
-            target = self._words_of(segment)
-            end = min(after // 8, len(target))
+            # (More than is noted if a call was interrupted.)
+            mapped = before + sum(
+                nbytes
+                for _, nbytes in self._source.parts(
+                    segment.address, before, -(-segment.nbytes // unit) * unit - before
+                )
+            )
+            if after > mapped:
+                self._source.map(segment.address, mapped, after - mapped, LARGEST_PIECE)
+            after = max(after, mapped)
             # (What is published is copied later, on the same stream.)
-            with self._copies(wait=False):
-                for at in range(before // 8, end, _ZEROS):
-                    part = target[at : min(at + _ZEROS, end)]
-                    part.copy_(self._zeros[: len(part)], non_blocking=True)
+            self._clear(segment.address + before, min(after, segment.nbytes) - before)
+            self._mapped[id(segment)] = after
 
-    def _words_of(self, segment: Segment) -> torch.Tensor:
-        """All words of a segment. (PyTorch makes no tensor of it before some have memory.)"""
-        words = self._words.get(id(segment))
-        if words is None:
-            words = self._words[id(segment)] = segment.view().view(torch.int64)
-        return words
+    # Copies ---------------------------------------------------------------------------------------
 
-    def _put(self, first: int, words: torch.Tensor) -> None:
-        self._handle[first : first + len(words)].copy_(words, non_blocking=True)
+    def _copy(self, copies: list[tuple[Any, ...]], done: list[Any] | None = None) -> None:
+        """Make those copies of which ``done`` has no result yet.
+
+        In one call into C, which also enters the results: no Ctrl-C comes between a copy and its
+        result.
+        """
+        results = [] if done is None else done
+        if self._stream is None:
+            results.extend(starmap(ctypes.memmove, copies[len(results) :]))
+        else:
+            results.extend(starmap(cudart.runtime().cudaMemcpyAsync, copies[len(results) :]))
+            for (status,) in results:
+                cudart.check(status, "cudaMemcpyAsync")
+
+    def _copy_of(self, first: int, words: torch.Tensor) -> tuple[Any, ...]:
+        """The arguments of a copy to the word ``first`` of the state."""
+        return self._copy_to(self._control.address + first * 8, words, len(words) * 8)
+
+    def _copy_to(self, address: int, words: torch.Tensor, nbytes: int) -> tuple[Any, ...]:
+        if self._stream is None:
+            return address, words.data_ptr(), nbytes
+        kind = cudart.runtime().cudaMemcpyKind.cudaMemcpyHostToDevice
+        return address, words.data_ptr(), nbytes, kind, self._stream
+
+    def _clear(self, address: int, nbytes: int) -> None:
+        step = len(self._zeros) * 8
+        self._copy(
+            [
+                self._copy_to(address + at, self._zeros, min(step, nbytes - at))
+                for at in range(0, nbytes, step)
+            ]
+        )
 
     def _reset_hints(self) -> None:
         """Let programs look for pages from the front of the heap on."""
         step, copies = layout.HINT_STRIDE.value, layout.HINT_COPIES.value
         first = layout.HINTS.value
-        hints = self._handle[first : first + copies * step : step]
         if self._stream is None:
-            hints.copy_(self._zeros[:copies])
+            hints = range(first, first + copies * step, step)
+            self._copy([self._copy_of(at, self._zeros[:1]) for at in hints])
         else:
-            # (A copy of PyTorch's with a stride would be a kernel.)
             runtime = cudart.runtime()
             (status,) = runtime.cudaMemcpy2DAsync(
-                hints.data_ptr(), step * 8, self._zeros.data_ptr(), 8, 8, copies,
-                runtime.cudaMemcpyKind.cudaMemcpyHostToDevice, self._stream.cuda_stream,
+                self._control.address + first * 8, step * 8, self._zeros.data_ptr(), 8, 8, copies,
+                runtime.cudaMemcpyKind.cudaMemcpyHostToDevice, self._stream,
             )  # fmt: skip
             cudart.check(status, "cudaMemcpy2DAsync")
+
+    def _synchronise(self) -> None:
+        if self._stream is not None:
+            (status,) = cudart.runtime().cudaStreamSynchronize(self._stream)
+            cudart.check(status, "waiting for the copies of a heap that grows")
 
     def _current(self) -> AbstractContextManager[object]:
         """In this context the driver's calls have a device, also in a thread that had none."""
         return nullcontext() if self._stream is None else cudart.current(self._device)
 
-    def _copies(self, wait: bool = True) -> AbstractContextManager[None]:
-        return nullcontext() if self._stream is None else _Copies(self._stream, wait)
-
     # Shrinking ------------------------------------------------------------------------------------
 
-    def give_back(self, take: Callable[[list[int], list[int]], list[bool]]) -> int:
+    def give_back(self, take: Callable[[list[int], list[int], torch.Tensor], None]) -> int:
         """Unmap pieces whose chunks are all free, but those that a heap was made with; returns the
         bytes.
 
-        ``take(firsts, counts)`` takes the chunks of a piece out of use if all their pages are free,
-        and says for each piece whether it did.
+        ``take(firsts, counts, taken)`` takes the chunks of a piece out of use if all their pages
+        are free, stores 1 for each piece where it did, on the current stream, and waits for it.
+
+        Raises
+        ------
+        InvalidArgument
+            If the heap is closed.
+        DevallocError
+            If the device refuses to unmap a piece. This one and those after it stay.
         """
-        with self.lock, self._current():
-            begin = self._front + self._kept * CHUNK_BYTES
-            length = (self.chunks - self._kept) * CHUNK_BYTES
-            pieces = [
-                ((offset - self._front) // CHUNK_BYTES, nbytes // CHUNK_BYTES)
-                for offset, nbytes in self._source.parts(self._data.address, begin, length)
-            ]
+        with self.shrinking, self._current():
+            with self.lock:
+                self.settle()
+                self._drop_strays()
+                pieces = [
+                    ((offset - self._front) // CHUNK_BYTES, nbytes // CHUNK_BYTES)
+                    for offset, nbytes in self._handles(self._kept, self.chunks - self._kept)
+                ]
             if not pieces:
                 return 0
-            taken = take([first for first, _ in pieces], [count for _, count in pieces])
-            given = 0
-            for (first, count), free in zip(pieces, taken, strict=True):
-                if free:
-                    offset, nbytes = self._front + first * CHUNK_BYTES, count * CHUNK_BYTES
-                    self._absent = _joined([*self._absent, (first, count)])
-                    self._source.unmap(self._data.address, offset, nbytes, keep=False)
-                    given += nbytes
+            taken = torch.zeros(len(pieces), dtype=torch.int64, device=self._device)
+            stream = None
+            if self._stream is not None:
+                stream = torch.cuda.current_stream(self._device)
+            self._taking = pieces, taken, stream
+            try:
+                take([first for first, _ in pieces], [count for _, count in pieces], taken)
+            finally:
+                given = self._unmap_taken()
             return given
 
+    def settle(self) -> None:
+        """Bring what was interrupted to its end; the caller has both locks. Raises InvalidArgument
+        if the heap is closed."""
+        self._require_open()
+        with self._current():
+            # (After a fork no source can be asked.)
+            if self.is_ours:
+                self._unmap_taken()
+            self._publish()
 
-class _Copies(AbstractContextManager[None]):
-    """Within it copies go to a stream of their own; with ``wait`` they are done at its end."""
+    def _unmap_taken(self) -> int:
+        """Unmap the pieces that were taken; make those free again that the device does not unmap.
+        Returns the bytes."""
+        if self._taking is None:
+            return 0
+        pieces, taken, stream = self._taking
+        if stream is not None:
+            stream.synchronize()
+        ours = [piece for piece, won in zip(pieces, taken.tolist(), strict=True) if won]
+        with self.lock:
+            try:
+                for piece in ours:
+                    # (If this was interrupted, some are not there any more.)
+                    for offset, nbytes in self._handles(*piece):
+                        self._source.unmap(self._data.address, offset, nbytes, keep=False)
+            finally:
+                left = [piece for piece in ours if self._handles(*piece)]
+                gone = [piece for piece in ours if piece not in left]
+                self._publish()
+                chunks, absent = self._there
+                there, copies = (chunks, _joined([*absent, *gone])), self._free(left)
+                self._there, self._owed, self._taking = there, (copies, []), None
+                self._publish()
+        return sum(count for _, count in gone) * CHUNK_BYTES
 
-    def __init__(self, stream: torch.cuda.Stream, wait: bool) -> None:
-        self._stream = stream
-        self._wait = wait
-        self._context = torch.cuda.stream(stream)
+    # Forks ----------------------------------------------------------------------------------------
 
-    def __enter__(self) -> None:
-        self._context.__enter__()
+    def begin_in_child(self) -> None:
+        """Have locks that no thread holds, and let no program wait for an answer."""
+        self.lock, self.shrinking = threading.RLock(), threading.RLock()
+        # (CUDA is not used after a fork.)
+        if self.last_answer & 1 and not self.ended and self._stream is None:
+            self.answer(more=False)
 
-    def __exit__(self, *error: object) -> None:
-        self._context.__exit__(None, None, None)
-        if self._wait:
-            self._stream.synchronize()
+
+_GROWTHS: weakref.WeakSet[Growth] = weakref.WeakSet()
+
+
+def _begin_in_child() -> None:
+    for growth in _GROWTHS:
+        growth.begin_in_child()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
+
+
+def own_stream(owner: object, device: torch.device) -> Any:
+    """A stream for no other use, by the CUDA runtime; destroyed when ``owner`` is gone."""
+    with cudart.current(device) as runtime:
+        status, stream = runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)
+        cudart.check(status, "making the stream of a heap that grows")
+    weakref.finalize(owner, _destroy, device, stream).atexit = False
+    return stream
+
+
+def _destroy(device: torch.device, stream: Any) -> None:
+    with cudart.current(device) as runtime:
+        (status,) = runtime.cudaStreamDestroy(stream)
+        cudart.check_freed(status, "destroying the stream of a heap that grows")
 
 
 @cache

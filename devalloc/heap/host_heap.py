@@ -6,8 +6,8 @@ import math
 import operator
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import cast
@@ -28,7 +28,7 @@ from devalloc.heap.compiled import mark_static, refuse
 from devalloc.heap.debug_table import DebugTable, Tags, largest_request
 from devalloc.heap.devices import INTERPRETED, memory_of, on_device, resolve_device
 from devalloc.heap.geometry import CHUNK_PAGES, MAX_PAGES, Geometry, Present
-from devalloc.heap.growth import CHUNK_BYTES, Growth, require_growing_source
+from devalloc.heap.growth import CHUNK_BYTES, CLOSED, Growth, require_growing_source
 from devalloc.heap.heap_audit import audit
 from devalloc.heap.jagged import JaggedMethods
 from devalloc.heap.leaks import LeakReport
@@ -46,8 +46,6 @@ __all__ = ["Heap", "Snapshot", "Stats"]
 
 # Blocks are wide in the interpreter, where a program costs the same at any width.
 _BLOCK = 1024 if INTERPRETED else 128
-
-_CLOSED = "the heap is closed"
 
 
 def _sizes_of(
@@ -207,6 +205,8 @@ class Heap(JaggedMethods, Owner):
         heap_geometry.initialise(self._handle, self._geometry, self.base, present)
         if self._debug is not None:
             self._debug.attach(self._handle)
+        if self._growth is not None:
+            self._growth.follow()
 
     @property
     def capacity(self) -> int:
@@ -246,10 +246,12 @@ class Heap(JaggedMethods, Owner):
         Waits for a stream of its own, with small copies, and not for the device. May be called
         from any thread.
         """
+        # (Before: another thread may close the heap.)
+        growth = self._growth
         self._require_open()
-        if self._growth is None:
+        if growth is None:
             raise InvalidArgument("the heap cannot grow: it was made without a limit")
-        return self._growth.grow(parse_size(nbytes))
+        return growth.grow(parse_size(nbytes))
 
     # Life -------------------------------------------------------------------------------------
 
@@ -277,7 +279,7 @@ class Heap(JaggedMethods, Owner):
     def _refusal(self) -> str:
         """Why kernels cannot be launched with the handle now; empty if they can."""
         if self.closed:
-            return _CLOSED
+            return CLOSED
         if refusal := self._asleep():
             return refusal
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
@@ -317,17 +319,24 @@ class Heap(JaggedMethods, Owner):
             self._require_open()
             self._synchronise()
             leaks = self.leaks() if warn and self._debug is not None else None
-            if self._bell is not None:
-                self._bell.end()
-            heap_geometry.retire(self._handle, self._geometry, self._state_pages)
-            self._synchronise()
-            self._control.keeps = () if self._debug is None else (self._debug.segment,)
-            self._capacity = self.capacity
-            self._data = None
-            self._growth = self._bell = None
-            self._debug = None
-            self._handle = self._argument = torch.empty(0, dtype=torch.int64, device="cpu")
-            del self._control
+            nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+            keeps = () if self._debug is None else (self._debug.segment,)
+            with self._alone():
+                if self.closed:  # by another thread
+                    return
+                # (Also for copies of an interrupted call.)
+                self._synchronise()
+                heap_geometry.retire(self._handle, self._geometry, self._state_pages)
+                self._synchronise()
+                self._capacity = self.capacity
+                if self._bell is not None:
+                    self._bell.end()
+                if self._growth is not None:
+                    self._growth.ended = True
+                self._control.keeps = keeps
+                self._data = self._growth = self._bell = self._debug = None
+                self._handle = self._argument = nothing
+                del self._control
             if leaks:
                 warnings.warn(f"{self!r}, with live blocks:\n{leaks}", LeakWarning, stacklevel=3)
 
@@ -367,7 +376,7 @@ class Heap(JaggedMethods, Owner):
 
     def _require_open(self) -> None:
         if self.closed:
-            raise InvalidArgument(_CLOSED)
+            raise InvalidArgument(CLOSED)
         if refusal := self._asleep():
             raise InvalidArgument(refusal)
 
@@ -523,11 +532,23 @@ class Heap(JaggedMethods, Owner):
 
     def _state(self) -> State:
         self._synchronise()
-        if self._growth is None:
+        growth = self._growth
+        if growth is None:
             return State(self._handle, self._geometry)
-        with self._growth.lock:
-            pages, absent = self._growth.pages, self._growth.absent_pages()
+        with self._alone():
+            growth.settle()
+            pages, absent = growth.pages, growth.absent_pages()
             return State(self._handle, self._geometry, pages, absent)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Meanwhile no other thread grows, trims, resets or closes the heap if it has a limit."""
+        growth = self._growth
+        if growth is None:
+            yield
+        else:
+            with growth.shrinking, growth.lock:
+                yield
 
     @property
     def _state_pages(self) -> int:
@@ -626,10 +647,13 @@ class Heap(JaggedMethods, Owner):
         """
         self._require_open()
         self._synchronise()
-        with self._growth.lock if self._growth is not None else nullcontext():
+        with self._alone():
+            if self._growth is not None:
+                self._growth.settle()
             self._initialise()
+            # (Growing copies on another stream.)
+            self._synchronise()
         self._failures_before = 0
-        self._synchronise()
 
     def trim(self) -> int:
         """Make all free that is not live, and give free memory of a heap that grows back to the
@@ -648,20 +672,20 @@ class Heap(JaggedMethods, Owner):
         InvalidArgument
             In the capture of a graph and in a process that was forked, if the heap has a limit.
         """
+        growth, bell = self._growth, self._bell
         self._require_open()
-        if self._growth is not None:
-            self._growth.require_allowed()
+        if growth is not None:
+            growth.require_allowed()
         self._rest()
-        if self._growth is None or self._debug is not None:
+        if growth is None or self._debug is not None:
             return 0
-        if self.device.type == "cuda":
-            # (Kernels before may still wait for the heap to grow, which needs the lock.)
-            torch.cuda.current_stream(self.device).synchronize()
-        with self._growth.lock:
-            given = self._growth.give_back(self._take_chunks)
-            if given and self._bell is not None:
-                self._bell.welcome()
-        return given
+        before = growth.capacity
+        try:
+            return growth.give_back(self._take_chunks)
+        finally:
+            with growth.lock:
+                if bell is not None and growth.capacity < before and not growth.ended:
+                    bell.welcome()
 
     def _rest(self) -> None:
         """Make everything free that is not live: slots in magazines, then pages without blocks."""
@@ -671,14 +695,14 @@ class Heap(JaggedMethods, Owner):
             upkeep.rest_magazines_kernel[(magazines,)](self._handle, num_warps=1)
             upkeep.rest_pages_kernel[(pages,)](self._handle, num_warps=1)
 
-    def _take_chunks(self, firsts: list[int], counts: list[int]) -> list[bool]:
+    def _take_chunks(self, firsts: list[int], counts: list[int], taken: torch.Tensor) -> None:
         first, count = (self._upload(torch.tensor(each, device="cpu")) for each in (firsts, counts))
-        taken = torch.empty_like(first)
         with on_device(self.device):
             growing.take_chunks_kernel[(len(firsts),)](
                 self._handle, first, count, taken, num_warps=1
             )
-        return taken.to(torch.bool).tolist()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _requests(self, values: torch.Tensor | Sequence[int] | int, name: str) -> torch.Tensor:
         self._require_open()
