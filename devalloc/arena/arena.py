@@ -484,6 +484,11 @@ class Arena(RegionMethods, PytorchMethods, StatisticsMethods, Owner):
             For a closed arena, or a pool that is not this arena's or has been released.
         """
         self._require_open()
+        # (None, with which `Cache.route` sends allocations to no pool, would keep nothing.)
+        if not isinstance(pool, PrivatePool):
+            raise InvalidArgument(
+                f"a pool is one that this arena's graph_pool made, not {quote(pool)}"
+            )
         return self._cache.route(pool, capture=True)
 
     # Other libraries ------------------------------------------------------------------------------

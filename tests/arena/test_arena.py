@@ -469,6 +469,8 @@ BAD: list[tuple[str, Callable[[Arena], object]]] = [
     ("no tensor", lambda arena: arena.record_stream(None, 7)),  # type: ignore[arg-type]
     ("no stream to record", lambda arena: arena.record_stream(freed(arena), "s")),  # type: ignore[arg-type]
     ("freed block", lambda arena: arena.record_stream(freed(arena), 7)),
+    ("no pool", lambda arena: arena.capture(None).__enter__()),  # type: ignore[arg-type]
+    ("something else than a pool", lambda arena: arena.capture(5).__enter__()),  # type: ignore[arg-type]
     ("another arena's pool", lambda arena: arena.capture(OTHER.graph_pool()).__enter__()),
     ("released pool", lambda arena: arena.capture(released(arena)).__enter__()),
 ]

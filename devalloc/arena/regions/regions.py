@@ -297,8 +297,9 @@ class Regions:
 
     @property
     def _source(self) -> VirtualSource:
+        """The source, where there is a region to change: no other source has regions."""
         source = self._cache.source
-        assert isinstance(source, VirtualSource)  # or there would be no region
+        assert isinstance(source, VirtualSource)
         return source
 
     def _begin(self, regions: list[_Region], begun: list[_Region], what: str) -> Contents:
