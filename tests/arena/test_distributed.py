@@ -75,6 +75,11 @@ assert bool((saved == rank + 1).all())
 """
 
 DIFFERENT = """
+without = Arena("cpu", source="host") if rank == 1 else arena
+together.pause(without)
+assert states() == (["awake", "awake"] if rank == 1 else ["asleep", "asleep"])
+together.resume(without)
+assert states() == ["awake", "awake"]
 tag = "unknown" if rank == 0 else "saved"
 kind, text = (InvalidArgument, "no region") if rank == 0 else (DevallocError, "rank 0: Invalid")
 refused(kind, text, together.pause, arena, tag)

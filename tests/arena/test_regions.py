@@ -325,6 +325,23 @@ def test_bad_input(arena: Arena) -> None:
     assert float(tensor.sum()) == 2000, "the region was left"
 
 
+def test_where_there_are_no_regions_nothing_changes() -> None:
+    with Arena("cpu", source="host") as plain:
+        for call in (plain.pause, plain.resume, plain.prepare, plain.release_backups):
+            call()
+            with pytest.raises(InvalidArgument, match="no region 'x'; there are: none"):
+                call("x")
+        assert plain.tags() == []
+
+
+def test_a_margin_does_not_matter_where_nothing_sleeps(arena: Arena) -> None:
+    with arena.region("a"):
+        tensor = arena.full((1000,), 3.0)
+    arena.resume_margin = 1 << 60
+    arena.resume()
+    assert float(tensor.sum()) == 3000
+
+
 def test_during_a_capture_that_the_arena_does_not_know(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -247,6 +247,9 @@ class Regions:
         with self._alone():
             regions = self._chosen(tag, AWAKE)
             self._refuse_while_capturing(regions)
+            if not regions:
+                agree()
+                return
             told: list[str] = []
             try:
                 for region in regions:
@@ -416,6 +419,9 @@ class Regions:
         with self._alone():
             regions = self._chosen(tag, ASLEEP)
             self._refuse_while_capturing(regions)
+            if not regions:
+                agree()
+                return
             begun: list[_Region] = []
             mapped: list[int] = []
             try:
