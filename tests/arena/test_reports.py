@@ -10,6 +10,7 @@ from torch.cuda import _memory_viz
 
 from devalloc import InvalidArgument, OutOfMemory
 from devalloc.cache import Cache
+from devalloc.replay.torch_snapshots import snapshot_trace
 from tests.arena.support import KIB, MIB, FakeStreams, NumberSource, cache
 
 
@@ -122,6 +123,42 @@ def test_history_has_the_callers_stack() -> None:
     assert frame["name"] == "a_function_of_the_user"
     assert frame["filename"] == __file__
     assert segment["frames"][0]["name"] == "a_function_of_the_user"
+
+
+@pytest.mark.parametrize("policy", ["torch", "tiny", "bfc", "auto_growth", "frugal"])
+def test_history_has_the_sizes_that_were_asked_for(policy: str) -> None:
+    """So has a snapshot, and so a replay, which rounds by its own rules."""
+    engine = Cache(NumberSource(), policy, streams=FakeStreams())
+    before = engine.malloc(777)
+    engine.record_history("all")
+    sizes = [1001, 3 * MIB + 1, 5]
+    first, second, third = map(engine.malloc, sizes)
+    engine.free(first)
+    engine.record_stream(second, 2)
+    engine.free(second)
+    engine.free(before)
+    engine.empty_cache()  # waits for the second stream
+    snapshot = engine.snapshot()
+    (trace,) = snapshot["device_traces"]  # type: ignore[misc]
+    events = [(e["action"], e["addr"], e["size"]) for e in trace if "segment" not in e["action"]]
+    assert events == [
+        *(("alloc", at, size) for at, size in zip((first, second, third), sizes, strict=True)),
+        ("free_requested", first, 1001), ("free_completed", first, 1001),
+        ("free_requested", second, sizes[1]),
+        ("free_requested", before, 777), ("free_completed", before, 777),
+        ("free_completed", second, sizes[1]),
+        ("snapshot", 0, 0),
+    ]  # fmt: skip
+    assert snapshot_trace(snapshot).requested()[-1] == 5
+    assert max(snapshot_trace(snapshot).requested()) == 777 + sum(sizes)
+
+
+def test_a_block_of_no_bytes_has_its_own_in_the_history() -> None:
+    engine, _ = cache("tiny")
+    engine.record_history("all")
+    address = engine.malloc(0)
+    events = snapshot_trace(engine.snapshot())
+    assert (events.requested(), events.notes) == ([engine.size_of(address)], ())
 
 
 def test_history_keeps_the_newest() -> None:

@@ -39,6 +39,15 @@ def _python_stack() -> Frames:
     return frames
 
 
+def _size(block: Block) -> int:
+    """The bytes that the caller asked for, as in PyTorch's events.
+
+    A block that was asked for with 0 bytes has those that it takes: a reader of traces would leave
+    it out.
+    """
+    return block.requested or block.size
+
+
 class History:
     """A ring of events, and the stacks of the blocks that are live now."""
 
@@ -87,18 +96,18 @@ class History:
         if self.recording:
             frames = self.frames[block.address] = self._stack()
             if self._events:
-                self._add("alloc", block.address, block.size, block.home.stream, frames)
+                self._add("alloc", block.address, _size(block), block.home.stream, frames)
 
     def free_requested(self, block: Block) -> None:
         if self._events:
             stream = block.home.stream
-            self._add("free_requested", block.address, block.size, stream, self._stack())
+            self._add("free_requested", block.address, _size(block), stream, self._stack())
 
     def free_completed(self, block: Block) -> None:
         frames = self.frames.pop(block.address, None)
         if self._events:
             stream = block.home.stream
-            self._add("free_completed", block.address, block.size, stream, frames or [])
+            self._add("free_completed", block.address, _size(block), stream, frames or [])
 
     def segment_changed(self, segment: Segment, action: str, address: int, size: int) -> None:
         """Memory came or went: all of a segment, or a part of one that grows."""
