@@ -127,6 +127,23 @@ def test_callbacks_come_before_the_first_change_and_after_the_last(arena: Arena)
                 setter(bad)
 
 
+@pytest.mark.parametrize("streams", [5, "5", b"5", [1.5], ["s"], [None], [True]])
+def test_streams_that_are_none_are_refused_before_anything_happens(
+    arena: Arena, streams: object
+) -> None:
+    told: list[str] = []
+    with arena.region("a"):
+        tensor = arena.full((1000,), 3.0)
+    arena.on_pause(told.append)
+    arena.on_resume(told.append)
+    for tag in ("a", None):
+        with pytest.raises(InvalidArgument, match=r"streams? is .*handle"):
+            arena.pause(tag, streams=streams)  # type: ignore[arg-type]
+    assert (told, states(arena)["a"], float(tensor.sum())) == ([], "awake", 3000)
+    arena.pause("a", streams=())
+    arena.resume()
+
+
 def test_callbacks_that_raise(arena: Arena) -> None:
     told: list[str] = []
     with arena.region("a"):

@@ -91,8 +91,8 @@ class RegionMethods:
         Raises
         ------
         InvalidArgument
-            For an unknown tag, during a capture, or while a thread is inside a `use` that takes
-            from the region.
+            For an unknown tag, for ``streams`` that are no handles, during a capture, or while a
+            thread is inside a `use` that takes from the region.
         OutOfMemory
             If there is no host memory, or no room on the disk, for the backup.
         """

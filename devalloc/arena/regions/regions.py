@@ -13,7 +13,7 @@ Entering a region waits for nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -87,6 +87,17 @@ Agree = Callable[[], object]
 
 def _agreed() -> None:
     pass
+
+
+def _handles(streams: Sequence[int]) -> tuple[int, ...]:
+    """The handles of streams; InvalidArgument for anything else."""
+    if not isinstance(streams, Iterable) or isinstance(streams, str | bytes):
+        raise InvalidArgument(f"streams is a list of handles, ints, not {quote(streams)}")
+    handles = tuple(streams)
+    for each in handles:
+        if type(each) is not int:
+            raise InvalidArgument(f"a stream is given by its handle, an int, not {quote(each)}")
+    return handles
 
 
 Contents = list[tuple[_Region, "list[Content]"]]
@@ -244,6 +255,7 @@ class Regions:
 
     def pause(self, tag: Tags, streams: Sequence[int] | None, agree: Agree = _agreed) -> None:
         """See `devalloc.Arena.pause`. If ``agree`` raises, nothing has changed."""
+        streams = None if streams is None else _handles(streams)
         with self._alone():
             regions = self._chosen(tag, AWAKE)
             self._refuse_while_capturing(regions)
