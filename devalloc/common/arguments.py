@@ -56,6 +56,12 @@ def require_dtype(dtype: object) -> None:
         )
 
 
+def require_callable(rule: str, value: object) -> None:
+    """Refuse what cannot be called; ``rule`` says in the message what it is to be."""
+    if not callable(value):
+        raise InvalidArgument(f"{rule}, not {quote(value)}")
+
+
 def known_device(device: Any) -> torch.device:
     """The torch.device of any of PyTorch's notations; InvalidArgument if there is no such one."""
     try:

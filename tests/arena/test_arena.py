@@ -471,6 +471,9 @@ BAD: list[tuple[str, Callable[[Arena], object]]] = [
     ("freed block", lambda arena: arena.record_stream(freed(arena), 7)),
     ("no pool", lambda arena: arena.capture(None).__enter__()),  # type: ignore[arg-type]
     ("something else than a pool", lambda arena: arena.capture(5).__enter__()),  # type: ignore[arg-type]
+    ("no callback", lambda arena: arena.cache.on_low_memory(None)),  # type: ignore[arg-type]
+    ("text for a callback", lambda arena: arena.cache.on_low_memory("f")),  # type: ignore[arg-type]
+    ("a filter that is none", lambda arena: arena.cache.route(None, 5).__enter__()),  # type: ignore[arg-type]
     ("another arena's pool", lambda arena: arena.capture(OTHER.graph_pool()).__enter__()),
     ("released pool", lambda arena: arena.capture(released(arena)).__enter__()),
 ]

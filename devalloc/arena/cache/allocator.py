@@ -16,6 +16,7 @@ from devalloc.arena.store import audit
 from devalloc.arena.store.external import External
 from devalloc.arena.store.snapshot import snapshot
 from devalloc.arena.store.streams import CudaStreams, HostStreams, Streams
+from devalloc.common.arguments import require_callable
 from devalloc.errors import DevallocError, InvalidArgument
 from devalloc.sizes import format_size, parse_size, quote, require_count
 from devalloc.sources.source import granularity_of
@@ -117,7 +118,8 @@ class Cache(LockedCalls):
         Raises
         ------
         InvalidArgument
-            For a pool of another cache, or one that has been released.
+            For a pool of another cache, or one that has been released, and for ``accepts`` that
+            cannot be called.
         """
         return self.private.route(pool, accepts, capture)
 
@@ -258,8 +260,9 @@ class Cache(LockedCalls):
 
         It runs on the allocating thread, and on several threads at once if several allocate. The
         cache's lock is not held, so two caches may empty each other. The callback must not allocate
-        from this cache.
+        from this cache. Raises InvalidArgument for what cannot be called.
         """
+        require_callable("a callback is a function without arguments", callback)
         self._holders.append(callback)
 
     @property

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from devalloc.arena.policies.policy import MIN_BLOCK
 from devalloc.arena.store.blocks import FREE, LIVE, Block, PoolSet, Segment
 from devalloc.arena.store.store import Store
+from devalloc.common.arguments import require_callable
 from devalloc.errors import InvalidArgument, OutOfMemory
 from devalloc.sizes import format_size, round_up
 
@@ -238,6 +239,8 @@ class PrivatePools:
                 f"a pool is one that this cache's private_pool (or its arena's graph_pool) made, "
                 f"not {pool!r}"
             )
+        if accepts is not None:
+            require_callable("accepts is a function of a stream, or None", accepts)
         route = Route(self._store.default if pool is None else pool.pools, accepts, capture)
         try:
             self._cache.call(self._begin_route, route)

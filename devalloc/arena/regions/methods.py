@@ -12,6 +12,7 @@ import torch
 
 from devalloc.arena.regions.disk import existing_directory, is_in_ram
 from devalloc.arena.regions.regions import RULES, RegionInfo, Regions, Tags
+from devalloc.common.arguments import require_callable
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import quote, size_option
 
@@ -122,7 +123,8 @@ class RegionMethods:
         Here a program deregisters memory from other libraries. If it raises, nothing is paused and
         its error is raised. If the pause fails later, the callbacks of `on_resume` are called.
         """
-        self._regions.on_pause.append(_callable(callback))
+        require_callable("a callback is a function of a tag", callback)
+        self._regions.on_pause.append(callback)
 
     def on_resume(self, callback: Callback) -> None:
         """Have ``callback`` called with the tag, after a resume is complete.
@@ -130,7 +132,8 @@ class RegionMethods:
         If one raises, the others are still called, and the first error is raised; the region is
         awake.
         """
-        self._regions.on_resume.append(_callable(callback))
+        require_callable("a callback is a function of a tag", callback)
+        self._regions.on_resume.append(callback)
 
     @property
     def resume_margin(self) -> int:
@@ -246,9 +249,3 @@ class RegionMethods:
                 stacklevel=2,
             )
         self._regions.settings.directory = name
-
-
-def _callable(callback: Any) -> Callback:
-    if not callable(callback):
-        raise InvalidArgument(f"a callback is a function of a tag, not {quote(callback)}")
-    return callback

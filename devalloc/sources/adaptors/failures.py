@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
+from devalloc.common.arguments import require_callable
 from devalloc.errors import InvalidArgument, OutOfMemory
 from devalloc.sizes import format_size, quote, require_count, require_fraction
 from devalloc.sources.adaptors.adaptor import Adaptor
@@ -37,7 +38,7 @@ class RetryAdaptor(Adaptor):
     Raises
     ------
     InvalidArgument
-        For ``seconds`` that are not a number from 0 to 1e9.
+        For ``seconds`` that are not a number from 0 to 1e9, or a ``clock`` that cannot be called.
     OutOfMemory
         From `allocate`, when the time is over; its cause is the source's last failure.
     """
@@ -47,6 +48,7 @@ class RetryAdaptor(Adaptor):
     ) -> None:
         super().__init__(inner)
         require_fraction("seconds", seconds, _MAX_SECONDS)
+        require_callable("clock is a function that gives seconds", clock)
         self.seconds = seconds
         self._clock = clock
         self._frees = 0
@@ -94,10 +96,16 @@ class FailureCallbackAdaptor(Adaptor):
         the caller. It runs on the allocating thread, on several at once if several fail. In the
         source of an arena it runs under the lock of its cache, where it can allocate nothing from
         that arena; use `devalloc.cache.Cache.on_low_memory` there.
+
+    Raises
+    ------
+    InvalidArgument
+        For a ``callback`` that cannot be called.
     """
 
     def __init__(self, inner: Source, callback: Callable[[int], bool]) -> None:
         super().__init__(inner)
+        require_callable("callback is a function of a number of bytes", callback)
         self.callback = callback
 
     def allocate(self, nbytes: int, stream: int | None = None) -> int:
