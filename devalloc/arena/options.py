@@ -11,6 +11,7 @@ from devalloc.errors import InvalidArgument
 from devalloc.sizes import parse_size, quote
 from devalloc.sources import Source
 from devalloc.sources.names import NAMES, kinds_of, named_source, require_kind
+from devalloc.sources.source import require_source
 
 # CUDA's names for its two default streams, as handles. The legacy one is 0 too.
 LEGACY_DEFAULT = 1
@@ -18,9 +19,6 @@ _PER_THREAD_DEFAULT = 2
 
 _CURRENT = torch.device("cuda")
 """Without an index, which is no device's: whichever is the current one."""
-
-_MEMORY = ("device", "granularity", "allocate", "free", "view")
-"""What an object must have to be asked for memory."""
 
 
 def place_of(device: torch.device | str | int | None, source: str | Source | None) -> torch.device:
@@ -31,11 +29,7 @@ def place_of(device: torch.device | str | int | None, source: str | Source | Non
     """
     wanted = None if device is None else known_device(device)
     if source is not None and not isinstance(source, str):
-        if isinstance(source, type) or not all(hasattr(source, name) for name in _MEMORY):
-            raise InvalidArgument(
-                f"a source is one of {NAMES}, or an object with "
-                f"{', '.join(_MEMORY)}; not {source!r}"
-            )
+        require_source(source, NAMES)
         if wanted is not None and wanted != source.device:
             raise InvalidArgument(f"the source is on {source.device}, not on {device}")
         return source.device

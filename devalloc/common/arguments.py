@@ -68,3 +68,25 @@ def known_device(device: Any) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:  # unknown device, wrong type, huge index
         raise InvalidArgument(f"no such device: {quote(device)}") from error
+
+
+def require_device(owner: str, device: object, *kinds: str) -> None:
+    """Refuse what is no torch.device of one of these kinds, or on CUDA has no index."""
+    if not isinstance(device, torch.device):
+        raise InvalidArgument(
+            f"the device of {owner} is a torch.device, such as {_example(kinds[0])}, not "
+            f"{quote(device)}"
+        )
+    if device.type not in kinds:
+        raise InvalidArgument(
+            f"{owner} is not for {device}; give a device such as {_example(kinds[0])}"
+        )
+    if device.type == "cuda" and device.index is None:
+        raise InvalidArgument(
+            f"the device of {owner} needs an index, such as {_example('cuda')}, and {device!r} has "
+            "none"
+        )
+
+
+def _example(kind: str) -> str:
+    return repr(torch.device(kind, 0) if kind == "cuda" else torch.device(kind))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from devalloc.common.arguments import require_device
 from devalloc.sizes import format_size
 from devalloc.sources import cudart
 from devalloc.sources.source import Capabilities, Ledger, Segment
@@ -13,12 +14,23 @@ class CudaSource:
     """cudaMalloc and cudaFree on one device.
 
     Both calls may synchronise the device; neither may be made while a stream is captured.
+
+    Parameters
+    ----------
+    device : torch.device
+        With an index.
+
+    Raises
+    ------
+    InvalidArgument
+        For anything else.
     """
 
     granularity = 256
     capabilities = Capabilities(peer_accessible=True)
 
     def __init__(self, device: torch.device) -> None:
+        require_device("CudaSource", device, "cuda")
         self.device = device
         self._out = Ledger(f"cudaMalloc on {device}")
 

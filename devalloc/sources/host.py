@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from devalloc.common.arguments import require_device
 from devalloc.errors import OutOfMemory
 from devalloc.sizes import format_size
 from devalloc.sources import cudart
@@ -70,6 +71,11 @@ class PinnedSource:
     ----------
     user : torch.device
         The CUDA device, with an index, whose work uses the memory. `free` waits for it.
+
+    Raises
+    ------
+    InvalidArgument
+        If ``user`` is no such device.
     """
 
     device = torch.device("cpu")
@@ -77,6 +83,7 @@ class PinnedSource:
     capabilities = Capabilities(host_accessible=True, peer_accessible=True)
 
     def __init__(self, user: torch.device) -> None:
+        require_device("PinnedSource", user, "cuda")
         self.user = user
         self._out = Ledger("pinned memory")
 

@@ -138,6 +138,20 @@ class Mappable(Source, Protocol):
         ...
 
 
+_MEMBERS = ("device", "granularity", "allocate", "free", "view")
+"""What an object must have to be asked for memory."""
+
+
+def require_source(source: object, names: str = "") -> None:
+    """Refuse what is no source. ``names`` are those that are accepted too, for the message."""
+    if isinstance(source, type) or not all(hasattr(source, name) for name in _MEMBERS):
+        named = f"one of {names}, or " if names else ""
+        raise InvalidArgument(
+            f"a source is {named}an object with {', '.join(_MEMBERS)}, such as "
+            f"devalloc.sources.HostSource(); not {quote(source)}"
+        )
+
+
 def granularity_of(source: Source) -> int:
     """The granularity of a source; InvalidArgument if it is not a power of two."""
     require_power_of_two(f"the granularity of {source!r}", source.granularity)
@@ -275,7 +289,8 @@ class Segment(Owner):
     OutOfMemory
         If the source has not enough memory.
     InvalidArgument
-        For less than one byte, or an alignment or granularity that is not a power of two.
+        For what is no source, less than one byte, or an alignment or granularity that is not a
+        power of two.
     """
 
     def __init__(
@@ -286,6 +301,7 @@ class Segment(Owner):
         keeps: tuple[object, ...] = (),
         mapped: bool = True,
     ) -> None:
+        require_source(source)
         require_request("a segment", nbytes)
         require_power_of_two("the alignment of a segment", alignment)
         extra = alignment if alignment > granularity_of(source) else 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from devalloc.common.arguments import require_device
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import format_size, parse_size
 from devalloc.sources import cudart
@@ -35,13 +36,14 @@ class AsyncSource:
     Raises
     ------
     InvalidArgument
-        If the device has no memory pools.
+        If the device is no CUDA device with an index, or has no memory pools.
     """
 
     granularity = 256
     capabilities = Capabilities(stream_ordered=True)
 
     def __init__(self, device: torch.device, release_threshold: int | str = 0) -> None:
+        require_device("AsyncSource", device, "cuda")
         threshold = parse_size(release_threshold)
         self.device = device
         self._out = Ledger(f"memory pool on {device}")

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 
 import torch
 
+from devalloc.common.arguments import require_device
 from devalloc.common.cleanup import call_for_finalizers
 from devalloc.errors import InvalidArgument
 from devalloc.sizes import format_size, is_integer, parse_size, quote, require_power_of_two
@@ -125,10 +126,11 @@ class VirtualSource:
     Raises
     ------
     InvalidArgument
-        If the device has no virtual memory management.
+        If the device is no CPU or CUDA device, or has no virtual memory management.
     """
 
     def __init__(self, device: torch.device, pages: Pages | None = None) -> None:
+        require_device("VirtualSource", device, "cuda", "cpu")
         if pages is None:
             self._pool = pool_of(CudaPages(device) if device.type == "cuda" else HostPages())
             pages = self._pool.pages

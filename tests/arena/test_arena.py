@@ -14,9 +14,9 @@ import torch
 import devalloc
 from devalloc import Arena, DoubleFree, InvalidArgument, OutOfMemory
 from devalloc.arena import Block
-from devalloc.cache import POLICIES, BfcPolicy, PrivatePool, TorchPolicy
+from devalloc.cache import POLICIES, BfcPolicy, Cache, PrivatePool, TorchPolicy
 from devalloc.interop.holder import Holder
-from devalloc.sources import HostSource
+from devalloc.sources import CudaSource, HostSource
 from devalloc.sources.adaptors import LimitAdaptor
 from tests.arena.support import MIB, NumberSource
 from tests.conftest import ON_GPU
@@ -603,6 +603,9 @@ def test_bad_arenas(options: dict[str, object]) -> None:
 def test_no_cuda_device_says_what_to_do() -> None:
     with pytest.raises(InvalidArgument, match='source="host"'):
         Arena(source="cuda")
+    for make in (lambda source: Arena(source=source), Cache):
+        with pytest.raises(InvalidArgument, match=r'no CUDA device.* source="host"'):
+            make(CudaSource(torch.device("cuda", 0)))
 
 
 @pytest.mark.proves("library/bad-input")

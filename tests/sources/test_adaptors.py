@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from devalloc import InvalidArgument, InvalidFree, OutOfMemory
-from devalloc.sources import Capabilities, HostSource, SimulatedSource, Source
+from devalloc.cache import Cache
+from devalloc.sources import Capabilities, HostSource, Segment, SimulatedSource, Source
 from devalloc.sources.adaptors import (
     Adaptor,
     AlignedAdaptor,
     FailureCallbackAdaptor,
     FaultAdaptor,
     LimitAdaptor,
+    LogAdaptor,
     RetryAdaptor,
     StatisticsAdaptor,
     TrackingAdaptor,
@@ -227,6 +232,27 @@ def test_a_granularity_is_a_power_of_two(granularity: int) -> None:
 def test_bad_options(make: Callable[..., Source], options: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(options))):
         make(SimulatedSource(), **options)
+
+
+@pytest.mark.parametrize("inner", ["host", None, 5, HostSource, torch.device("cpu")], ids=str)
+def test_what_is_no_source_is_refused(inner: Any, tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    for make in (
+        lambda: Adaptor(inner),
+        lambda: LimitAdaptor(inner, "1GiB"),
+        lambda: AlignedAdaptor(inner, 256),
+        lambda: RetryAdaptor(inner, 1),
+        lambda: FailureCallbackAdaptor(inner, lambda nbytes: False),
+        lambda: FaultAdaptor(inner),
+        lambda: LogAdaptor(inner, log),
+        lambda: StatisticsAdaptor(inner),
+        lambda: TrackingAdaptor(inner),
+        lambda: Segment(inner, 100),
+        lambda: Cache(inner),
+    ):
+        with pytest.raises(InvalidArgument, match=r"^a source is an object with .*HostSource\(\);"):
+            make()
+    assert not log.exists()
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 1.5, "x", None])

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from devalloc import DevallocError, InvalidArgument, InvalidFree, OutOfMemory
-from devalloc.sources import AsyncSource, CudaSource, PinnedSource, Segment, Source
+from devalloc.sources import (
+    AsyncSource,
+    CudaSource,
+    PinnedSource,
+    Segment,
+    Source,
+    VirtualSource,
+)
 from tests.sources.doubles import FakeRuntime, fake_runtime
 
 DEVICE = torch.device("cuda", 0)
@@ -53,6 +60,31 @@ def test_failures(fake: FakeRuntime, make: Callable[[torch.device], Source], cal
     fake.fail[call] = fake.cudaError_t.cudaErrorStreamCaptureUnsupported
     with pytest.raises(DevallocError, match=rf"{call} of 5 B failed: cudaErrorStreamCapture"):
         source.allocate(5)
+
+
+@pytest.mark.parametrize("make", [CudaSource, AsyncSource, PinnedSource, VirtualSource])
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("cuda:0", r"is a torch\.device, such as device\(type=.*, not 'cuda:0'"),
+        (0, r"is a torch\.device, .* not 0"),
+        (None, r"is a torch\.device, .* not None"),
+        (torch.device("meta"), "is not for meta; give a device such as"),
+        (torch.device("cuda"), "needs an index, such as .*index=0"),
+    ],
+)
+def test_devices_that_are_none(
+    fake: FakeRuntime, make: Callable[[object], Source], device: object, words: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=rf"{make.__name__} {words}"):  # type: ignore[attr-defined]
+        make(device)
+    assert fake.calls == []
+
+
+@pytest.mark.parametrize("make", [CudaSource, AsyncSource, PinnedSource])
+def test_the_cpu_is_no_cuda_device(make: Callable[[torch.device], Source]) -> None:
+    with pytest.raises(InvalidArgument, match=r"is not for cpu; give a device such as .*cuda"):
+        make(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

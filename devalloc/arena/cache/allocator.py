@@ -19,7 +19,7 @@ from devalloc.arena.store.streams import CudaStreams, HostStreams, Streams
 from devalloc.common.arguments import require_callable
 from devalloc.errors import DevallocError, InvalidArgument
 from devalloc.sizes import format_size, parse_size, quote, require_count
-from devalloc.sources.source import granularity_of
+from devalloc.sources.source import granularity_of, require_source
 
 if TYPE_CHECKING:
     from devalloc.sources import Source
@@ -77,6 +77,7 @@ class Cache(LockedCalls):
         streams: Streams | None = None,
         share_streams: bool = False,
     ) -> None:
+        require_source(source)
         if granularity_of(source) < 256:
             raise InvalidArgument(
                 f"the granularity of {source!r} is {source.granularity} B, and a cache needs "

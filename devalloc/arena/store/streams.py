@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-from devalloc.errors import DevallocError
+from devalloc.errors import DevallocError, InvalidArgument
 
 if TYPE_CHECKING:
     import torch
@@ -86,11 +86,16 @@ class HostStreams:
 
 
 class CudaStreams:
-    """The streams of one CUDA device, through torch."""
+    """The streams of one CUDA device, through torch; InvalidArgument where there is none."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
 
+        if not torch.cuda.is_available():
+            raise InvalidArgument(
+                f'no CUDA device is available, and so no streams of {device}; use source="host" on '
+                "this machine"
+            )
         self._torch = torch
         self.device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index

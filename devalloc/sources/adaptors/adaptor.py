@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from devalloc.sources.source import Capabilities, Segment, Source
+from devalloc.sources.source import Capabilities, Segment, Source, require_source
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +21,15 @@ class Adaptor:
     ----------
     inner : Source
         Where the memory comes from.
+
+    Raises
+    ------
+    InvalidArgument
+        If ``inner`` is no source.
     """
 
     def __init__(self, inner: Source) -> None:
+        require_source(inner)
         self.inner = inner
 
     def __repr__(self) -> str:
