@@ -156,8 +156,12 @@ def require_fit(source: Source) -> None:
     """Refuse a source from which PyTorch cannot allocate."""
     # (The locks of the virtual source are for one reservation each, or held for the length of one
     # call of the driver.)
-    known = isinstance(source, (CudaSource, AsyncSource, VirtualSource))
-    if not known or source.device.type != "cuda":
+    if source.device.type != "cuda":
+        raise InvalidArgument(
+            f"PyTorch's allocations cannot come from {source!r}: they need device memory; use an "
+            "arena on a CUDA device"
+        )
+    if not isinstance(source, (CudaSource, AsyncSource, VirtualSource)):
         raise InvalidArgument(
             f"PyTorch's allocations cannot come from {source!r}: they need device memory from a "
             'source without locks; use source="cuda", "async" or "virtual", without adaptors'

@@ -17,7 +17,7 @@ from devalloc.cache import Cache
 from devalloc.interop import pytorch
 from devalloc.sources import CudaSource, SimulatedSource
 from tests.arena.support import MIB
-from tests.interop.support import called, require_compiler
+from tests.interop.support import called, on_a_device, require_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -132,12 +132,19 @@ def test_a_pytorch_that_cannot_says_so() -> None:
         pytorch._torch_allocator()
 
 
-def test_use_needs_device_memory_and_an_open_arena() -> None:
-    arena = Arena(source="host")
-    with pytest.raises(InvalidArgument, match="need device memory"):
+@pytest.mark.parametrize("source", ["host", "virtual"])
+def test_use_needs_device_memory_and_an_open_arena(source: str) -> None:
+    arena = Arena("cpu", source=source)
+    with pytest.raises(InvalidArgument, match="need device memory; use an arena on a CUDA dev"):
         arena.use()
     arena.close()
     with pytest.raises(InvalidArgument, match="closed"):
+        arena.use()
+
+
+def test_use_needs_a_source_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, _ = on_a_device(monkeypatch)
+    with pytest.raises(InvalidArgument, match='use source="cuda", "async" or "virtual", without'):
         arena.use()
 
 
