@@ -7,6 +7,8 @@ On the CPU's double, unless marked `gpu`.
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -69,6 +71,24 @@ def test_another_arena_has_other_tags(arena: Arena) -> None:
         other.free(block)
         with pytest.raises(InvalidArgument, match="no region of this arena allocated"):
             arena.keep(tensor, "zero")
+
+
+_OPEN_AT_EXIT = """
+from devalloc import Arena
+arena = Arena("cpu", source="virtual")
+with arena.region("a"):
+    tensor = arena.empty(1000)
+    pool = arena.graph_pool() if {user} else None
+"""
+
+
+@pytest.mark.parametrize("user", [False, True])
+def test_only_pools_of_the_user_are_missed_at_exit(user: bool) -> None:
+    code = _OPEN_AT_EXIT.format(user=user)
+    options = ["-X", "dev", "-W", "ignore::DeprecationWarning", "-c", code]
+    done = subprocess.run([sys.executable, *options], capture_output=True, text=True, check=True)
+    missed = [line for line in done.stderr.splitlines() if "private pool was dropped" in line]
+    assert len(missed) == user, done.stderr
 
 
 def test_an_installed_arena_has_no_regions(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,13 +76,15 @@ class PrivatePool:
     def __del__(self) -> None:
         pools = getattr(self, "pools", None)
         if pools is not None and pools.uses > 0:
-            warnings.warn(
-                f"a private pool was dropped with {pools.uses} uses left; release it once for "
-                "each graph that used it",
-                ResourceWarning,
-                source=self,
-                stacklevel=2,
-            )
+            # (A region's is dropped so at exit, if its arena was not closed.)
+            if not pools.of_region:
+                warnings.warn(
+                    f"a private pool was dropped with {pools.uses} uses left; release it once for "
+                    "each graph that used it",
+                    ResourceWarning,
+                    source=self,
+                    stacklevel=2,
+                )
             self.private.abandon(pools)
 
 

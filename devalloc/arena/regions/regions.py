@@ -162,7 +162,7 @@ class Regions:
             found = self._by_tag.get(tag)
             if found is None:
                 pool = self._cache.private_pool()
-                pool.pools.widens = True
+                pool.pools.widens = pool.pools.of_region = True
                 kept = Backup(self._cache.source.device, self.settings)
                 found = self._by_tag[tag] = _Region(tag, backup, on_resume, pool, kept)
         if found.options != (backup, on_resume):

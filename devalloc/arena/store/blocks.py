@@ -413,9 +413,10 @@ class PoolSet:
     are given back as soon as they are idle. ``refusal``, if not empty, says why nothing can be
     allocated there now. ``rules`` has what a pause does with some live blocks, by address.
     ``widens`` says that new segments are larger, the more a pool has: see `segment_for`.
+    ``of_region`` says that a region has these pools, so that no user has to release them.
     """
 
-    __slots__ = ("owner", "pools", "refusal", "rules", "uses", "widens")
+    __slots__ = ("of_region", "owner", "pools", "refusal", "rules", "uses", "widens")
 
     def __init__(self, owner: tuple[int, int]) -> None:
         self.owner = owner
@@ -424,6 +425,7 @@ class PoolSet:
         self.refusal = ""
         self.rules: dict[int, str] = {}
         self.widens = False
+        self.of_region = False
 
     @property
     def nbytes(self) -> int:
