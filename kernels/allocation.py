@@ -259,16 +259,11 @@ def search_block(heap, nbytes, count):
 def malloc_last(heap, nbytes, count):
     """:func:`search_block`, and if it finds nothing, again after the heap has grown, if it can. If
     there is no block, 0, and all these lanes have failed."""
-    addr = nbytes * 0
-    seen = load_answers(heap)
-    now = seen
-    searches = seen == now
-    while searches:
-        seen = now
+    answers = load_answers(heap)
+    addr = search_block(heap, nbytes, count)
+    while (addr == 0) & (answers != 0):
+        answers = ask_for_pages(heap, nbytes, answers)
         addr = search_block(heap, nbytes, count)
-        if addr == 0:
-            now = ask_for_pages(heap, nbytes, seen)
-        searches = (addr == 0) & (now != seen)
     if addr == 0:
         kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
         record_error(heap, kind + 0, addr, nbytes, count)

@@ -13,11 +13,11 @@ Shared words and their writers
     the answer that it has seen; the host ignores requests that it has answered since. Another
     program's word may replace it, so a program that waits writes it again from time to time.
     *ANSWERS*: twice the number of answers, plus 1 while the host may still grow the heap. A program
-    reads it before it searches, and searches again if it has changed: the heap may have grown
-    during the search, or given back what was free, so that it can grow again.
+    reads it before it searches. If it has changed since, the heap may have grown, or given back
+    what was free, so that it can grow again.
 
-A program waits a bounded time for an answer. It fails if none has come, or none can. So it searches
-at most once more for each answer.
+A program waits a bounded time for an answer, if one may come, and then searches once more. Then it
+fails, or asks again if the answer was new: at most as often as the host answers.
 """
 
 import triton
@@ -61,7 +61,7 @@ def ring(heap, word):
 def ask_for_pages(heap, nbytes, seen):
     """Ask for pages for a block of ``nbytes`` (int64 scalar), if the host may still grow the heap
     and this would help. ``seen`` was the last answer before the search. Waits a bounded time for
-    another, and returns the last one."""
+    another. Returns it, or 0 if there is none."""
     pages = ((nbytes - 1) >> PAGE_LOG2) + 1
     now = load_answers(heap)
     may_grow = ((now & 1) != 0) & (nbytes > 0) & ((pages - 1) >> 6 < load_chunks(heap))
@@ -73,7 +73,7 @@ def ask_for_pages(heap, nbytes, seen):
             let_host_run()
         now = load_answers(heap)
         left -= 1
-    return now
+    return tl.where(now == seen, 0, now)
 
 
 @triton.jit
