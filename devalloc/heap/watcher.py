@@ -76,7 +76,7 @@ class Bell:
             if self.device.type == "cuda":
                 _allow_captures()
             # The word stays: to clear it could clear what was written since. It is older than the
-            # next answer, and if there can be none, nobody is helped by trying again.
+            # next answer, and if there can be none, trying again helps no program.
             self._attended = word
             if again:
                 self.welcome()

@@ -138,7 +138,7 @@ class Mappable(Source, Protocol):
         ...
 
 
-_MEMBERS = ("device", "granularity", "allocate", "free", "view")
+_MEMBERS = ("device", "granularity", "allocate", "free")
 """What an object must have to be asked for memory."""
 
 
