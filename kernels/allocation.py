@@ -257,8 +257,8 @@ def search_block(heap, nbytes, count):
 
 @triton.jit(noinline=True)
 def malloc_last(heap, nbytes, count):
-    """:func:`search_block`, and if it finds nothing, again after the heap has grown, if it can. If
-    there is no block, 0, and all these lanes have failed."""
+    """:func:`search_block`, and in a heap that grows by itself, again if it finds nothing, when the
+    host has answered or will not. If there is no block, 0, and all these lanes have failed."""
     answers = load_answers(heap)
     addr = search_block(heap, nbytes, count)
     while (addr == 0) & (answers != 0):
