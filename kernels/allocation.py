@@ -28,7 +28,7 @@ from .layout import (
     PAGE_LOG2,
     PAGE_MASK,
     REACHED,
-    SPAN_SLOT,
+    SPAN_FIRST,
     address_of,
     class_bytes,
     class_slots,
@@ -36,6 +36,7 @@ from .layout import (
     is_place,
     line_ptr,
     load_base,
+    load_places,
     load_records,
     page_word_ptr,
     place_page,
@@ -79,26 +80,29 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
         cls = anew(given_cls)
         size = class_bytes(cls)
         slots = slots_of(size)
+        base = load_base(heap)
         records = load_records(heap)
+        places = load_places(heap)
         line = line_ptr(heap, cls)
         front = atomic_load(hint_ptr(heap) + lane * 0, lane == 0)
         leader, rank, count = alike(cls, active, 6)
         leads = active & (leader == lane)
         word = tl.atomic_add(line, -count.to(tl.int64), mask=leads, sem="relaxed")
+        # (What an opener needs, computed while the ticket is under way.)
+        around = window(tl.sum(tl.where(active, size, 0), axis=0))
         word = from_leader(word, leader)
         place, slot = ticket_place(word, rank, slots)
         opens = active & (slot == 0)
         if any_lane(opens):
-            total = tl.sum(tl.where(active, size, 0), axis=0)
             at = pick(front, 0).to(tl.int32)
-            open_places(heap, cls, slots, place, opens, at, window(total))
+            open_places(heap, places, cls, slots, place, opens, at, around)
         # The lanes of half a place: one reads the ring and asks the page for all.
         second = slot >= slots - (slots >> 1)
         # (A group had consecutive tickets, so it may have come to 32 halves that follow.)
         half = (place << 1) + second.to(tl.int32)
         head, rank, users = alike(cls + ((half & 31) << 6), active, 11)
         heads = active & (head == lane)
-        state = await_places(place_ptr(heap, cls, place), place, heads, polls)
+        state = await_places(place_ptr(heap, places, cls, place), place, heads, polls)
         page = tl.where(is_place(state, place), place_page(state, second), LATE)
         asks = heads & (page >= 0)
         granted = promise(heap, page, cls, users, slots, asks)
@@ -121,7 +125,7 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
             # (Where there was no page, a search is next.)
             bad = bad & (page != -1)
             pass_over(heap, cls, page, place, users - granted, over)
-        where = address_of(load_base(heap), tl.where(good, page, 0), granule)
+        where = address_of(base, tl.where(good, page, 0), granule)
         addr = tl.where(good, where, addr)
         active = bad
         rounds += 1
@@ -129,13 +133,12 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
 
 
 @triton.jit
-def claim_span(heap, span, size, index, good, acquired: tl.constexpr):
+def claim_span(base, records, span, size, index, good, acquired: tl.constexpr):
     """Claim slots of spans for the ``good`` lanes: each has the ``index``-th of the span in its
     lane (a scalar: one). Addresses; 0 in other lanes. Who took the spans out of a magazine has
     ``acquired`` what their last owner did."""
-    records = load_records(heap)
     page = tl.where(good, span & PAGE_MASK, 0).to(tl.int32)
-    granule = (((span >> SPAN_SLOT) & 0x1FFF).to(tl.int32) + index) * (size >> 4)
+    granule = ((span >> SPAN_FIRST) & 0xFFF).to(tl.int32) + index * (size >> 4)
     ptr, bits = live_bit(records, page, granule)
     speaks = good
     if is_block(good):
@@ -152,7 +155,7 @@ def claim_span(heap, span, size, index, good, acquired: tl.constexpr):
         if is_block(good):
             lost = good & heard(page, granule, wrong)
         granule = claim_others(records, page, granule, size + granule * 0, lost)
-    return tl.where(good, address_of(load_base(heap), page, granule), 0)
+    return tl.where(good, address_of(base, page, granule), 0)
 
 
 @triton.jit(noinline=True)
@@ -163,6 +166,7 @@ def draw_spans(heap, cls, need, polls: tl.constexpr):
     part = tl.arange(0, 4)
     slots = class_slots(cls)
     front = atomic_load(hint_ptr(heap) + part * 0, part == 0)
+    places = load_places(heap)
     line = line_ptr(heap, cls) + part * 0
     change = -need.to(tl.int64) + (part * 0).to(tl.int64)
     word = pick(tl.atomic_add(line, change, mask=part == 0, sem="relaxed"), 0)
@@ -183,8 +187,8 @@ def draw_spans(heap, cls, need, polls: tl.constexpr):
     if any_lane(opens):
         at = pick(front, 0).to(tl.int32)
         around = window(class_bytes(cls) * need)
-        open_places(heap, kind, slots + part * 0, place, opens, at, around)
-    state = await_places(place_ptr(heap, kind, place), place, counts > 0, polls)
+        open_places(heap, places, kind, slots + part * 0, place, opens, at, around)
+    state = await_places(place_ptr(heap, places, kind, place), place, counts > 0, polls)
     page = tl.where(is_place(state, place), place_page(state, second), LATE)
     asks = (counts > 0) & (page >= 0)
     granted = promise(heap, page, kind, counts, slots, asks)
@@ -195,7 +199,7 @@ def draw_spans(heap, cls, need, polls: tl.constexpr):
     if any_lane(over):
         pass_over(heap, kind, page, place, counts - granted, over)
     page = tl.where(page == -1, PAGE_MASK, tl.maximum(page, 0)).to(tl.int32)
-    spans = span_of(page, start, granted, kind)
+    spans = span_of(page, start * (class_bytes(cls) >> 4), granted, kind)
     return pick(spans, 0), pick(spans, 1), pick(spans, 2)
 
 
@@ -225,7 +229,9 @@ def malloc_alike(heap, cls, same, rank, need, polls: tl.constexpr):
         index = tl.where(beyond, index - span_count(span), index)
         span = tl.where(beyond, third, span)
         good = same & (index < span_count(span))
-        where = claim_span(heap, span, class_bytes(cls), index, good, acquired=False)
+        base = load_base(heap)
+        records = load_records(heap)
+        where = claim_span(base, records, span, class_bytes(cls), index, good, acquired=False)
         addr = tl.where(good, where, addr)
         same = same & (good == 0)
         need = count_lanes(same)
@@ -310,11 +316,19 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
     if count == count_lanes(small):
         span = tl.full((), 0, tl.int64)
         size = class_bytes(cls)
-        if (count > 0) & (count * size * 2 <= PAGE_BYTES):
+        # (Before what acquires, which empties the first-level cache.)
+        base = load_base(heap)
+        records = load_records(heap)
+        # (More than half of a page is never in a magazine. One slot is at most that.)
+        if is_block(nbytes):
+            fits = (count > 0) & (count * size * 2 <= PAGE_BYTES)
+        else:
+            fits = small
+        if fits:
             span = take_span(heap, cls, count)
         if span != 0:
             spans = span + (rank * 0).to(tl.int64)
-            addr = claim_span(heap, spans, size, rank, same, acquired=True)
+            addr = claim_span(base, records, spans, size, rank, same, acquired=True)
         elif is_block(nbytes):
             if count >= slots_of(size):
                 n = tl.minimum(divide(count, slots_of(size)), 64)

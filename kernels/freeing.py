@@ -15,13 +15,13 @@ from .layout import (
     ERRORS,
     FREES,
     LENGTH,
-    PAGE_BYTES,
     RUN,
     SLAB,
     bit_of,
     class_bytes,
     free_row,
     hint_ptr,
+    load_magazines,
     load_records,
     page_class,
     page_word_ptr,
@@ -62,9 +62,8 @@ def count_frees(heap, count):
 
 
 @triton.jit
-def free_scalar(heap, addr, inside, page, granule):
+def free_scalar(heap, records, magazines, mask, addr, inside, page, granule):
     """free of one address, which is not 0."""
-    records = load_records(heap)
     lane = tl.arange(0, 2)
     bit_ptr, bit = live_bit(records, page, granule)
     # The live bit and the page word, in one round trip to memory.
@@ -73,12 +72,11 @@ def free_scalar(heap, addr, inside, page, granule):
     old = tl.atomic_and(ptr, change, sem="relaxed")
     word = pick(old, 1)
     if inside & ((pick(old, 0) & bit) != 0):
-        cls = page_class(word)
-        size = class_bytes(cls)
-        kept = size > PAGE_BYTES
-        if ((word & SLAB) != 0) & (size * 2 <= PAGE_BYTES):
-            span = span_of(page, divide(granule << 4, size), page * 0 + 1, cls)
-            kept = put_span(heap, cls, span, word)
+        kept = page < 0
+        if (word & SLAB) != 0:
+            cls = page_class(word)
+            span = span_of(page, granule, page * 0 + 1, cls)
+            kept = put_span(records, magazines, mask, cls, span, word)
         if kept == 0:
             leave_one(heap, page)
         count_frees(heap, page * 0 + 1)
@@ -87,9 +85,8 @@ def free_scalar(heap, addr, inside, page, granule):
 
 
 @triton.jit
-def free_block(heap, addr, given, active, page, granule):
+def free_block(heap, records, magazines, mask, addr, given, active, page, granule):
     """free of a block. The ``active`` lanes of those ``given`` lie in the heap."""
-    records = load_records(heap)
     ptr, bit = live_bit(records, page, granule)
     counts = granule * 0 + 1
     lane = lane_index(active)
@@ -140,11 +137,9 @@ def free_block(heap, addr, given, active, page, granule):
     if one_page:
         state = pick(word, 0)
         cls = page_class(state)
-        slot = divide(first, unit)
-        fits = ((state & SLAB) != 0) & (class_bytes(cls) == unit << 4) & (slot * unit == first)
-        if fits:
-            span = span_of(first_page, slot, count, cls)
-            kept = put_span(heap, cls, span, state)
+        if ((state & SLAB) != 0) & (class_bytes(cls) == unit << 4):
+            span = span_of(first_page, first, count, cls)
+            kept = put_span(records, magazines, mask, cls, span, state)
     if kept == 0:
         speaks = active & (before == 0)
         if together == 0:
@@ -177,9 +172,12 @@ def free_any(heap, addr, active):
     """Free blocks at int64 addresses that malloc gave; 0 is ignored."""
     given = active & (addr != 0)
     inside, page, granule = locate(heap, addr, given)
+    # (Before the fence, which empties the first-level cache.)
+    records = load_records(heap)
+    magazines, mask = load_magazines(heap)
     # What this program wrote happens before anything that the next owner does.
     fence(heap + ERRORS)
     if is_block(active):
-        free_block(heap, addr, given, inside, page, granule)
+        free_block(heap, records, magazines, mask, addr, given, inside, page, granule)
     elif given:
-        free_scalar(heap, addr, inside, page, granule)
+        free_scalar(heap, records, magazines, mask, addr, inside, page, granule)

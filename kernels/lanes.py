@@ -10,7 +10,7 @@ instruction that reduces 32 bits over a warp; 64 take five exchanges, each waiti
 import triton
 import triton.language as tl
 
-from .bits import halves, join
+from .bits import halves, join, popcount
 
 
 @triton.constexpr_function
@@ -102,7 +102,13 @@ def lane_bits(flags):
 def rank_of(flags):
     """How many lanes before this one are flagged too (int32); meaningless where not flagged."""
     if is_block(flags):
-        rank = tl.cumsum(flags.to(tl.int32), axis=0) - 1
+        if flags.shape[0] <= 32:
+            lane = tl.arange(0, flags.shape[0])
+            bit = (lane & 0) + 1 << lane
+            before = tl.sum(tl.where(flags, bit, 0), axis=0) & (bit - 1)
+            rank = popcount(before.to(tl.int64) & 0xFFFFFFFF)
+        else:
+            rank = tl.cumsum(flags.to(tl.int32), axis=0) - 1
     else:
         rank = tl.full((), 0, tl.int32)
     return rank

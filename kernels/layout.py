@@ -27,7 +27,7 @@ Line word: 0..31 tickets left of the places opened, signed; 32..62 places opened
 Place: 0..22 and 23..45 two pages, all bits set where there is none; 46..63 the number of the place.
 Page word: 0..23 out; 24..29 class; 30 KEPT; 31 SLAB; 32..44 half of its slots; 45 RUN;
 46 SPANNED: some of its slots were in a magazine.
-Magazine: 0..22 page; 23..35 first slot; 36..49 count; 50..56 class + 1 (0 in all: empty).
+Magazine: 0..22 page; 23..34 first granule; 36..49 count; 50..56 class + 1 (0 in all: empty).
 
 Live bits: a **granule** is 16 bytes, and a page has 4096 of them. The bit of granule g of a page
 is bit g >> 6 of the page's word g & 63, whatever the page is used for, so a free finds the bit of
@@ -96,7 +96,7 @@ SECOND_SHIFT = tl.constexpr(23)
 NUMBER_SHIFT = tl.constexpr(46)
 NUMBER_MASK = tl.constexpr((1 << 18) - 1)
 
-SPAN_SLOT = tl.constexpr(23)
+SPAN_FIRST = tl.constexpr(23)
 SPAN_COUNT = tl.constexpr(36)
 SPAN_CLASS = tl.constexpr(50)
 
@@ -200,9 +200,15 @@ def class_row(heap, cls):
 
 
 @triton.jit
+def load_stripes(heap):
+    """How many lines each class has (int64)."""
+    return load_immutable(heap, STRIPES_AND_RING) & 0xFFFF
+
+
+@triton.jit
 def line_index(heap, cls):
     """The number (int64) of this program's line of class ``cls``."""
-    stripes = load_immutable(heap, STRIPES_AND_RING) & 0xFFFF
+    stripes = load_stripes(heap)
     return cls.to(tl.int64) * stripes + (program_index() & (stripes.to(tl.int32) - 1))
 
 
@@ -222,18 +228,26 @@ def idle_ptr(heap, lane):
 
 @triton.jit
 def line_ptr(heap, cls):
-    """This program's line of class ``cls``."""
-    return heap + LINES + line_index(heap, cls) * LINE_STRIDE
+    """This program's line of class ``cls``. Where there are many, they lie far apart: programs that
+    draw tickets at one time would wait for each other, if their lines shared a sector."""
+    return heap + LINES + line_index(heap, cls) * load_stripes(heap) * LINE_STRIDE
 
 
 @triton.jit
-def place_ptr(heap, cls, place):
-    """The word of a place of this program's line. Neighbours lie in different cache lines."""
+def load_places(heap):
+    """The first place of the first line."""
+    return heap + load_immutable(heap, PLACES)
+
+
+@triton.jit
+def place_ptr(heap, places, cls, place):
+    """The word of a place of this program's line, with ``places`` from :func:`load_places`.
+    Neighbours lie in different cache lines."""
     ring_log2 = (load_immutable(heap, STRIPES_AND_RING) >> 16).to(tl.int32)
     spread_log2 = tl.minimum(ring_log2, 4)
     at = place & ((1 << ring_log2) - 1)
     at = ((at & ((1 << spread_log2) - 1)) << (ring_log2 - spread_log2)) + (at >> spread_log2)
-    return heap + load_immutable(heap, PLACES) + (line_index(heap, cls) << ring_log2) + at
+    return places + (line_index(heap, cls) << ring_log2) + at
 
 
 @triton.jit
@@ -304,15 +318,21 @@ def bit_of(page):
 
 
 @triton.jit
-def magazine_ptr(heap, cls):
-    """This program's magazine for class ``cls`` (int32 scalar)."""
-    mask = load_immutable(heap, MAGAZINE_MASK).to(tl.int32)
-    return heap + load_immutable(heap, MAGAZINES) + ((program_index() + cls * 677) & mask)
+def load_magazines(heap):
+    """The first magazine, and how many follow it (int32): one less than a power of two."""
+    return heap + load_immutable(heap, MAGAZINES), load_immutable(heap, MAGAZINE_MASK).to(tl.int32)
 
 
 @triton.jit
-def span_of(page, slot, count, cls):
-    word = page.to(tl.int64) + (slot.to(tl.int64) << SPAN_SLOT)
+def magazine_ptr(first, mask, cls):
+    """This program's magazine for class ``cls`` (int32 scalar)."""
+    return first + ((program_index() + cls * 677) & mask)
+
+
+@triton.jit
+def span_of(page, granule, count, cls):
+    """``count`` consecutive slots of ``page``, of which the first begins at ``granule``."""
+    word = page.to(tl.int64) + (granule.to(tl.int64) << SPAN_FIRST)
     return word + (count.to(tl.int64) << SPAN_COUNT) + ((cls + 1).to(tl.int64) << SPAN_CLASS)
 
 

@@ -55,7 +55,7 @@ from .pages import find_pages, give_pages, give_run, give_together, guess_pages,
 from .target import anew
 
 LOOKS = tl.constexpr(8)  # how many pages of the row of its class an opener tries
-BESIDE = tl.constexpr(4)  # of how many words at one time it takes the first that has any
+BESIDE = tl.constexpr(8)  # of how many words at one time it takes the first that has any
 
 
 @triton.jit
@@ -273,11 +273,11 @@ def find_halves(heap, cls, row, chunk, reach, some, opens):
 
 
 @triton.jit
-def open_places(heap, cls, slots, place, opens, front, width):
+def open_places(heap, places, cls, slots, place, opens, front, width):
     """Open the places of the lanes (or scalar) in ``opens``, each with two pages of the class that
     have room for half of their slots, or with one of these and a fresh one, or with a fresh one.
     Looks among ``width`` pages from chunk ``front`` on for fresh ones, and for others before them,
-    too."""
+    too. A program that got no fresh page at once first looks for others: most need none then."""
     lane = lane_index(place)
     records = load_records(heap)
     chunks = load_chunks(heap)
@@ -294,28 +294,30 @@ def open_places(heap, cls, slots, place, opens, front, width):
         some = tl.where(better, beside, some)
         ahead = tl.where(better, step, ahead)
     chunk += ahead
-    lost = opens & ((old & bit_of(page)) == 0)
-    if any_lane(lost):
-        page = find_pages(heap, lost, page, old, front, width)
-    first = page
-    second = page
+    half_1 = page * 0 - 1
+    half_2 = half_1
     if any_lane(opens & (some != 0)):
         half_1, half_2 = find_halves(heap, cls, row, chunk, reach, some, opens)
-        first = tl.where(half_1 >= 0, half_1, page)
-        second = tl.where(half_2 >= 0, half_2, page)
-        both = opens & (half_2 >= 0)
-        give_pages(heap, page, both & (page >= 0))
-        one = opens & (half_1 >= 0) & (both == 0) & (page >= 0)
-        tl.atomic_or(row + (page >> 6), bit_of(page), mask=one, sem="relaxed")
-        page = tl.where(both, -1, page)
+    got = opens & ((old & bit_of(page)) != 0)
+    both = opens & (half_2 >= 0)
+    give_pages(heap, page, got & both)
+    lost = opens & (got == 0) & (both == 0)
+    if any_lane(lost):
+        page = find_pages(heap, lost, page, old, front, width)
+    page = tl.where(both, -1, page)
+    first = tl.where(half_1 >= 0, half_1, page)
+    second = tl.where(half_2 >= 0, half_2, page)
     fresh = opens & (page >= 0)
     ptr = page_word_ptr(records, tl.where(fresh, page, 0))
     tl.atomic_add(ptr, slab_word(cls, slots) + KEPT, mask=fresh, sem="relaxed")
-    tl.atomic_max(ptr + REACHED, (page & 0).to(tl.int64) + 1, mask=fresh, sem="relaxed")
     state = pack_place(first, second, place)
-    tl.atomic_xchg(place_ptr(heap, cls, place), state, mask=opens, sem="relaxed")
+    tl.atomic_xchg(place_ptr(heap, places, cls, place), state, mask=opens, sem="relaxed")
+    # (What the others wait for comes first.)
     more = slots.to(tl.int64) + OPENED
     tl.atomic_add(line_ptr(heap, cls), more, mask=opens, sem="relaxed")
+    one = fresh & (half_1 >= 0)
+    tl.atomic_or(row + (page >> 6), bit_of(page), mask=one, sem="relaxed")
+    tl.atomic_max(ptr + REACHED, (page & 0).to(tl.int64) + 1, mask=fresh, sem="relaxed")
 
 
 @triton.jit

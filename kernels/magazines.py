@@ -11,6 +11,7 @@ from .layout import (
     SPAN_CLASS,
     SPAN_COUNT,
     SPANNED,
+    load_magazines,
     load_records,
     magazine_ptr,
     page_word_ptr,
@@ -42,20 +43,22 @@ def release_span(heap, span):
 
 
 @triton.jit
-def put_span(heap, cls, span, word):
+def put_span(records, magazines, mask, cls, span, word):
     """Put a span of a page with this word into the magazine, if that is empty. Returns whether."""
+    ptr = magazine_ptr(magazines, mask, cls)
     if (word & SPANNED) == 0:
         # Once in the life of a page, and while the slots are still ours: later, the page may be
         # another's. (So the swap waits for what this returns, in which bit 63 is clear.)
-        ptr = page_word_ptr(load_records(heap), (span & PAGE_MASK).to(tl.int32))
-        span += lsr(tl.atomic_or(ptr, (span & 0) + SPANNED, sem="relaxed"), 63)
-    return tl.atomic_cas(magazine_ptr(heap, cls), span & 0, span, sem="relaxed") == 0
+        page_ptr = page_word_ptr(records, (span & PAGE_MASK).to(tl.int32))
+        span += lsr(tl.atomic_or(page_ptr, (span & 0) + SPANNED, sem="relaxed"), 63)
+    return tl.atomic_cas(ptr, span & 0, span, sem="relaxed") == 0
 
 
 @triton.jit
 def take_span(heap, cls, count):
     """The span of ``count`` slots of class ``cls`` in the magazine, or 0."""
-    ptr = magazine_ptr(heap, cls)
+    magazines, mask = load_magazines(heap)
+    ptr = magazine_ptr(magazines, mask, cls)
     word = tl.atomic_xchg(ptr, tl.full((), 0, tl.int64), sem="acquire")
     wanted = (count.to(tl.int64) << SPAN_COUNT) + ((cls + 1).to(tl.int64) << SPAN_CLASS)
     if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):

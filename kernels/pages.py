@@ -42,9 +42,10 @@ def spread(index, places):
 
 @triton.jit
 def window(nbytes):
-    """Among how many pages to look for free ones, if each program asks for ``nbytes`` (int32)."""
+    """Among how many pages to look for free ones, if each program asks for ``nbytes`` (int32): 7/4
+    of what all ask for together."""
     pages = (nbytes.to(tl.int64) * tl.minimum(program_count(), RESIDENT)) >> 16
-    return tl.minimum(pages * 2, 1 << 22).to(tl.int32) + 2
+    return tl.minimum(pages + (pages * 3 >> 2), 1 << 22).to(tl.int32) + 2
 
 
 @triton.jit

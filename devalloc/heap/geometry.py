@@ -19,7 +19,7 @@ from devalloc.sizes import CLASS_SIZES
 
 CLASSES = len(CLASS_SIZES)
 MAX_PAGES = 1 << 23
-MAX_STRIPES = 8
+MAX_STRIPES = 4
 MAX_RING = 1024
 MAX_IDLE = 4096
 
@@ -99,7 +99,7 @@ class Geometry:
     @property
     def line_words(self) -> slice:
         """Where their words lie in the state."""
-        first, step = layout.LINES.value, layout.LINE_STRIDE.value
+        first, step = layout.LINES.value, layout.LINE_STRIDE.value * self.stripes
         return slice(first, first + self.lines * step, step)
 
     @property

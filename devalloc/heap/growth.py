@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 CLOSED = "the heap is closed"
 CHUNK_BYTES = CHUNK_PAGES * PAGE_BYTES
 LARGEST_PIECE = 256 << 20
+MOST_AHEAD = 64 << 20
 _ZEROS = 1 << 19  # words of the patterns that are copied
 _ONES = 1 << 12
 
@@ -319,14 +320,14 @@ class Growth:
     def _map_words(self, segment: Segment, words: int) -> None:
         unit = self._source.granularity
         before = self._mapped[id(segment)]
-        after = -(-words * 8 // unit) * unit
-        if after > before:
+        if words * 8 > before:
+            # Half as much again when the heap grows, so that most steps need nothing here.
+            ahead = min(words * 4, MOST_AHEAD) if before else 0
+            whole = -(-segment.nbytes // unit) * unit
+            after = min(-(-(words * 8 + ahead) // unit) * unit, whole)
             # (More than is noted if a call was interrupted.)
             mapped = before + sum(
-                nbytes
-                for _, nbytes in self._source.parts(
-                    segment.address, before, -(-segment.nbytes // unit) * unit - before
-                )
+                nbytes for _, nbytes in self._source.parts(segment.address, before, whole - before)
             )
             if after > mapped:
                 self._source.map(segment.address, mapped, after - mapped, LARGEST_PIECE)

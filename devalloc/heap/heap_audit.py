@@ -111,8 +111,8 @@ def _audit_spans(state: State) -> None:
     page = np.where(inside, spans.page, 0)
     theirs = inside & (state.kind[page] == SLAB) & (state.cls[page] == spans.cls)
     fail(~theirs, "H4: magazines whose page is no slab of their class")
-    end = spans.slot + spans.count
-    beyond = (spans.count < 1) | (end > SLOTS[spans.cls])
+    slot, rest = np.divmod(spans.granule * 16, SIZES[spans.cls])
+    beyond = (rest != 0) | (spans.count < 1) | (slot + spans.count > SLOTS[spans.cls])
     fail(beyond, "H4: magazines with slots that their page does not have")
     fail(spans.count * SIZES[spans.cls] > PAGE_BYTES // 2, "H4: magazines with over half a page")
 

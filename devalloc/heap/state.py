@@ -120,7 +120,7 @@ class Spans:
     magazine: np.ndarray
     word: np.ndarray
     page: np.ndarray
-    slot: np.ndarray
+    granule: np.ndarray
     count: np.ndarray
     cls: np.ndarray
 
@@ -133,7 +133,7 @@ class Spans:
             magazine=magazine,
             word=word,
             page=word & layout.PAGE_MASK.value,
-            slot=(word >> layout.SPAN_SLOT.value) & 0x1FFF,
+            granule=(word >> layout.SPAN_FIRST.value) & 0xFFF,
             count=(word >> layout.SPAN_COUNT.value) & 0x3FFF,
             cls=np.where((cls >= 0) & (cls < CLASSES), cls, -1),
         )

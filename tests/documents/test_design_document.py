@@ -25,7 +25,7 @@ def words(heap: Heap) -> tuple[int, int, int, str]:
     """Of class 19, page 0 and program 0: tickets left of the line, out, the first word of live
     bits, and the magazine in words."""
     g = heap._geometry
-    line = layout.LINES.value + CLASS * g.stripes * layout.LINE_STRIDE.value
+    line = range(g.words)[g.line_words][CLASS * g.stripes]
     tickets, live, page = heap.handle[[line, g.records, g.records + 64]].tolist()
     magazines = heap.handle[g.magazine_words :][: g.magazines]
     spans = magazines[magazines != 0].tolist()
@@ -33,7 +33,7 @@ def words(heap: Heap) -> tuple[int, int, int, str]:
     for span in spans:
         assert (span >> layout.SPAN_COUNT.value) & 0x3FFF == 1
         assert (span >> layout.SPAN_CLASS.value) == CLASS + 1
-        magazine = f"slot {(span >> layout.SPAN_SLOT.value) & 0x1FFF}"
+        magazine = f"granule {(span >> layout.SPAN_FIRST.value) & 0xFFF}"
     return tickets & 0xFFFFFFFF, page & 0xFFFFFF, live, magazine
 
 

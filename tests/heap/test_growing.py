@@ -280,6 +280,8 @@ def test_a_graph_that_is_replayed_sees_the_heap_grow() -> None:
 
 @pytest.mark.gpu
 def test_the_device_has_its_memory_back() -> None:
+    # (Other tests may have left idle handles, which would be mapped first.)
+    VirtualSource(torch.device("cuda", 0)).trim()
     with Heap("4MiB", limit="8GiB") as heap:
         torch.cuda.synchronize()
         before = torch.cuda.mem_get_info()[0]
@@ -290,8 +292,8 @@ def test_the_device_has_its_memory_back() -> None:
         heap.free(block)
         heap.trim()
         assert heap.capacity == CHUNK
-        # (The records stay: 0.83 % of what there was.)
-        assert torch.cuda.mem_get_info()[0] >= before - 24 * MIB
+        # (The records stay, half as much again as there were: 1.25 % of the heap.)
+        assert torch.cuda.mem_get_info()[0] >= before - 32 * MIB
 
 
 def test_a_debug_heap_grows_and_keeps_what_it_watches() -> None:

@@ -54,7 +54,7 @@ EVERY = [1, 2, 3, 15, 16, 17, 63, 64, 65, 1000, 1024, 100_000, MAX_PAGES - 1, MA
 def test_arrays_lie_one_behind_the_other(pages: int) -> None:
     g = Geometry.of(pages)
     sizes = {
-        "lines": (layout.LINES.value, g.lines * layout.LINE_STRIDE.value),
+        "lines": (layout.LINES.value, g.lines * g.stripes * layout.LINE_STRIDE.value),
         "rows": (g.rows, (CLASSES + 1) * g.chunks),
         "idle": (g.idle_words, g.idle),
         "places": (g.places, g.lines * g.ring),
@@ -65,7 +65,7 @@ def test_arrays_lie_one_behind_the_other(pages: int) -> None:
     assert (lines.start, lines.stop, lines.step) == (
         layout.LINES.value,
         sizes["lines"][1] + layout.LINES.value,
-        layout.LINE_STRIDE.value,
+        g.stripes * layout.LINE_STRIDE.value,
     )
     end = layout.HINTS.value + layout.HINT_COPIES.value * layout.HINT_STRIDE.value
     for name, (start, length) in sizes.items():

@@ -82,7 +82,7 @@ def take_nothing(heap, cls, count):
 
 
 @triton.jit
-def put_nothing(heap, cls, span, word):
+def put_nothing(records, magazines, mask, cls, span, word):
     """``put_span`` without magazines."""
     return span < 0
 

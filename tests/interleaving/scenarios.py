@@ -389,13 +389,25 @@ ALL = (
         script=((malloc_two(2, WORD), free(0), free(1), malloc_two(4, WORD)),),
         plan=ONCE,
     ),
+    # Two openers look for the last free page, each for its class.
+    Scenario(
+        "one_page_for_two",
+        pages=3,
+        magazines=0,
+        before=(HALF,) * 4,
+        script=((malloc(4, HALF),), (malloc(5, THIRD),)),
+        plan=mostly(20),
+    ),
     # An opener takes a page in advance, finds two that are half empty, and gives it back.
     Scenario(
         "half_pages_suffice",
         pages=3,
         magazines=0,
-        before=(HALF,) * 4,
-        script=((free(0), free(2), malloc(4, HALF), malloc(5, HALF)), (malloc(6, HALF),)),
+        before=(HALF,) * 6,
+        script=(
+            (free(0), free(1), free(2), free(4), malloc(6, HALF), malloc(7, HALF)),
+            (malloc(8, HALF),),
+        ),
         plan=mostly(10),
     ),
     Scenario(
