@@ -80,6 +80,7 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
         cls = anew(given_cls)
         size = class_bytes(cls)
         slots = slots_of(size)
+        # (Before what acquires, which empties the first-level cache.)
         base = load_base(heap)
         records = load_records(heap)
         places = load_places(heap)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 CLOSED = "the heap is closed"
 CHUNK_BYTES = CHUNK_PAGES * PAGE_BYTES
 LARGEST_PIECE = 256 << 20
-MOST_AHEAD = 64 << 20
+MOST_AHEAD = 64 << 20  # bytes of state that are mapped before they are needed
 _ZEROS = 1 << 19  # words of the patterns that are copied
 _ONES = 1 << 12
 
