@@ -12,7 +12,6 @@ from .atomics import atomic_load
 from .bits import divide
 from .lanes import any_lane, is_block
 from .layout import (
-    LENGTH,
     PAGE_LOG2,
     RUN,
     SLAB,
@@ -24,6 +23,7 @@ from .layout import (
     page_class,
     page_word_ptr,
     place_of,
+    run_pages,
 )
 from .live import live_bit
 from .payload import as_column
@@ -34,8 +34,10 @@ def locate(heap, addr, active):
     """``(inside, page, granule)``: whether it is an aligned address of the heap and the lane is
     active; its page and granule, or else 0 and 0."""
     base = load_base(heap)
-    end = load_pages(heap).to(tl.int64) << PAGE_LOG2
-    inside = active & (addr >= base) & (addr - base < end) & ((addr & 15) == 0)
+    end = load_pages(heap).to(tl.uint64) << PAGE_LOG2
+    # (As an unsigned number, what lies before the heap lies far behind it.)
+    offset = (addr - base).to(tl.uint64, bitcast=True)
+    inside = active & (offset < end) & ((addr & 15) == 0)
     page, granule = place_of(base, tl.where(inside, addr, base))
     return inside, page, granule
 
@@ -70,10 +72,7 @@ def usable_any(heap, addr, active):
     ptr = page_word_ptr(records, page)
     word = atomic_load(ptr, live)
     nbytes = tl.where((word & SLAB) != 0, class_bytes(page_class(word)).to(tl.int64), 0)
-    runs = (word & RUN) != 0
-    if any_lane(runs):
-        nbytes = tl.where(runs, atomic_load(ptr + LENGTH, runs) << PAGE_LOG2, nbytes)
-    return nbytes
+    return tl.where((word & RUN) != 0, run_pages(word) << PAGE_LOG2, nbytes)
 
 
 @triton.jit

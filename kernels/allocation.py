@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from .atomics import atomic_load
+from .atomics import alone, atomic_load
 from .bits import divide, halves, join, mix
 from .error_record import record_error
-from .groups import alike, from_leader
+from .groups import alike, from_leader, last_start
 from .growing import ask_for_pages, load_answers
 from .lanes import (
     any_lane,
@@ -86,23 +86,25 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
         places = load_places(heap)
         line = line_ptr(heap, cls)
         front = atomic_load(hint_ptr(heap) + lane * 0, lane == 0)
-        leader, rank, count = alike(cls, active, 6)
+        leader, rank, count, upto = alike(cls, active, 6)
         leads = active & (leader == lane)
         word = tl.atomic_add(line, -count.to(tl.int64), mask=leads, sem="relaxed")
         # (What an opener needs, computed while the ticket is under way.)
-        around = window(tl.sum(tl.where(active, size, 0), axis=0))
+        area = window(heap, tl.sum(tl.where(active, size, 0), axis=0))
         word = from_leader(word, leader)
         place, slot = ticket_place(word, rank, slots)
         opens = active & (slot == 0)
         if any_lane(opens):
             at = pick(front, 0).to(tl.int32)
-            open_places(heap, places, cls, slots, place, opens, at, around)
-        # The lanes of half a place: one reads the ring and asks the page for all.
-        second = slot >= slots - (slots >> 1)
-        # (A group had consecutive tickets, so it may have come to 32 halves that follow.)
-        half = (place << 1) + second.to(tl.int32)
-        head, rank, users = alike(cls + ((half & 31) << 6), active, 11)
-        heads = active & (head == lane)
+            open_places(heap, places, cls, slots, place, opens, at, area)
+        # The lanes of half a place, whose tickets follow one another: the first reads the ring and
+        # asks the page for all.
+        middle = slots - (slots >> 1)
+        second = slot >= middle
+        before = tl.minimum(rank, tl.where(second, slot - middle, slot))
+        users = before + tl.minimum(count - rank, tl.where(second, slots, middle) - slot)
+        head = last_start(upto, before == 0)
+        heads = active & (before == 0)
         state = await_places(place_ptr(heap, places, cls, place), place, heads, polls)
         page = tl.where(is_place(state, place), place_page(state, second), LATE)
         asks = heads & (page >= 0)
@@ -110,7 +112,7 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
         packed = from_leader(join(tl.where(heads, page, LATE), granted), head)
         page, granted = halves(packed)
         got = active & (page >= 0)
-        good = got & (rank < granted)
+        good = got & (before < granted)
         last = good & (slot == slots - 1)
         granule = slot * (size >> 4)
         ptr, bit = live_bit(records, tl.where(good, page, 0), granule)
@@ -141,10 +143,11 @@ def claim_span(base, records, span, size, index, good, acquired: tl.constexpr):
     page = tl.where(good, span & PAGE_MASK, 0).to(tl.int32)
     granule = ((span >> SPAN_FIRST) & 0xFFF).to(tl.int32) + index * (size >> 4)
     ptr, bits = live_bit(records, page, granule)
-    speaks = good
     if is_block(good):
         turn, bits = speak_for(granule, size >> 4, index, span_count(span) - 1 - index)
         speaks = good & (turn == 0)
+    else:
+        ptr, speaks = alone(ptr, good.to(tl.int32))
     if acquired:
         old = tl.atomic_or(ptr, bits, mask=speaks, sem="relaxed")
     else:
@@ -152,7 +155,7 @@ def claim_span(base, records, span, size, index, good, acquired: tl.constexpr):
     wrong = tl.where(speaks, old & bits, 0)
     if any_lane(wrong != 0):
         # A program with a promise of other slots was there first: each lane still finds a slot.
-        lost = wrong != 0
+        lost = good
         if is_block(good):
             lost = good & heard(page, granule, wrong)
         granule = claim_others(records, page, granule, size + granule * 0, lost)
@@ -187,8 +190,8 @@ def draw_spans(heap, cls, need, polls: tl.constexpr):
     opens = (counts > 0) & (start == 0)
     if any_lane(opens):
         at = pick(front, 0).to(tl.int32)
-        around = window(class_bytes(cls) * need)
-        open_places(heap, places, kind, slots + part * 0, place, opens, at, around)
+        area = window(heap, class_bytes(cls) * need)
+        open_places(heap, places, kind, slots + part * 0, place, opens, at, area)
     state = await_places(place_ptr(heap, places, kind, place), place, counts > 0, polls)
     page = tl.where(is_place(state, place), place_page(state, second), LATE)
     asks = (counts > 0) & (page >= 0)
@@ -215,9 +218,7 @@ def malloc_alike(heap, cls, same, rank, need, polls: tl.constexpr):
     """Slots of one class for ``need`` lanes, numbered by ``rank``, fewer than a page has."""
     addr = (rank * 0).to(tl.int64)
     rounds = 0
-    given_heap = heap
     while (need > 0) & (rounds < ROUNDS):
-        heap = anew(given_heap)
         span, second, third = draw_spans(heap, cls, need, polls)
         # (Then a search is next.)
         no_page = has_no_page(span) | has_no_page(second) | has_no_page(third)

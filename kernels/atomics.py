@@ -51,12 +51,47 @@ def atomic_load(ptr, mask=None):
     return value
 
 
+@triton.constexpr_function
+def load_instructions(n):
+    """The PTX of :func:`load_beside`: all loads, before anything waits for one."""
+    declare = "".join(f".reg .b64 word{i};" for i in range(n))
+    load = "".join(f"ld.relaxed.gpu.global.b64 word{i}, [$1+{8 * i}];" for i in range(n))
+    look = "".join(f"setp.ne.s64 has, word{i}, 0; @has or.b32 $0, $0, {1 << i};" for i in range(n))
+    return f"{{ .reg .pred has; {declare} {load} mov.b32 $0, 0; {look} }}"
+
+
+@triton.jit
+def load_beside(ptr, looks, n: tl.constexpr):
+    """Which of the ``n`` words from each lane's ``ptr`` on are not 0: a bit for each (int32); none
+    for lanes that do not look, but these may load, too. All loads are under way at one time. (Were
+    each masked, it would take registers, or the assembler has them wait for one another.)"""
+    if has_ptx() and num_warps() == 1 and width(ptr) >= 32:
+        seen = tl.inline_asm_elementwise(
+            load_instructions(n), "=&r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1
+        )
+        seen = tl.where(looks, seen, 0)
+    else:
+        seen = (ptr.to(tl.int64) & 0).to(tl.int32)
+        for step in tl.static_range(n):
+            seen = seen | tl.where(atomic_load(ptr + step, looks) != 0, 1 << step, 0)
+    return seen
+
+
 @triton.jit
 def load_one(ptr):
     """The lower 32 bits (int32) of the word at a scalar pointer, relaxed. Programs of one warp do
     not wait for each other here, as atomics do."""
     lane = tl.arange(0, 32)
     return tl.sum(atomic_load(ptr + lane * 0, lane == 0).to(tl.int32), axis=0)
+
+
+@triton.jit
+def alone(ptr, count):
+    """A scalar pointer as a block of 32, and a mask that has ``count`` lanes, 0 or 1. In a program
+    of one warp, what an atomic on a block returns does not pass through shared memory, between two
+    barriers, as that on a scalar does."""
+    lane = tl.arange(0, 32)
+    return ptr + lane * 0, lane < count
 
 
 @triton.jit
@@ -68,14 +103,24 @@ def atomic_cas(ptr, expected, desired):
     return tl.atomic_cas(ptr, expected.to(tl.int64), desired.to(tl.int64), sem="relaxed")
 
 
+@triton.constexpr_function
+def fence_instruction(sem):
+    """The PTX of :func:`fence`. (Before Hopper there is one kind.)"""
+    if tl.target_info.current_target().arch < 90:
+        sem = "acq_rel"
+    return f"fence.{sem}.gpu; mov.b32 $0, $1;"
+
+
 @triton.jit
-def fence(word):
-    """Order all memory accesses of the program before it with all after it, at device scope.
+def fence(word, sem: tl.constexpr):
+    """Order the program's accesses to memory at device scope: all before it with all after it
+    (``acq_rel``), or only with what it writes afterwards (``release``, which takes two thirds of
+    the time), or only what it has read before with all after it (``acquire``, no time).
 
     Most atomics are relaxed, and this fence orders them: an atomic with release semantics would
     cost a fence per element, one after the other. (Promises and claims acquire by themselves: a
     thread mostly has one such element.) The barriers carry the order between the threads of the
-    program. ``word`` is any mutable word of the control block: without PTX an acq_rel atomic on it
+    program. ``word`` is any mutable word of the control block: without PTX an atomic on it
     stands for the fence. One wave executes that, and it releases only what has arrived in memory,
     so each wave first waits for its own accesses.
     """
@@ -91,7 +136,7 @@ def fence(word):
     tl.debug_barrier()
     if has_ptx():
         tl.inline_asm_elementwise(
-            "fence.acq_rel.gpu; mov.b32 $0, $1;",
+            fence_instruction(sem),
             "=r,r",
             [tl.full((), 0, tl.int32)],
             dtype=tl.int32,
@@ -99,5 +144,5 @@ def fence(word):
             pack=1,
         )
     else:
-        tl.atomic_add(word, tl.full((), 0, tl.int64), sem="acq_rel")
+        tl.atomic_add(word, tl.full((), 0, tl.int64), sem=sem)
     tl.debug_barrier()

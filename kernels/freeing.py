@@ -14,7 +14,8 @@ from .layout import (
     E_INVALID_FREE,
     ERRORS,
     FREES,
-    LENGTH,
+    HINT_STRIDE,
+    OUT_MASK,
     RUN,
     SLAB,
     bit_of,
@@ -25,12 +26,14 @@ from .layout import (
     load_records,
     page_class,
     page_word_ptr,
+    run_pages,
     slots_of,
     span_of,
 )
-from .lines import leave_account, leave_one, leave_pages
+from .lines import leave_account, leave_one, leave_pages, retire_run
 from .live import live_bit, speak_for, word_period
 from .magazines import put_span
+from .target import anew
 
 
 @triton.jit(noinline=True)
@@ -47,9 +50,8 @@ def report_wrong(heap, addr):
         # The page is free, or on its way between owners, if it is not inside of a run.
         taken = (atomic_load(free_row(heap) + (page >> 6)) & bit_of(page)) == 0
         head = run_head(load_records(heap), page, taken)
-        ptr = page_word_ptr(load_records(heap), head)
-        run = (atomic_load(ptr) & RUN) != 0
-        double = (run == 0) | (page - head >= atomic_load(ptr + LENGTH))
+        before = atomic_load(page_word_ptr(load_records(heap), head))
+        double = ((before & RUN) == 0) | (page - head >= run_pages(before))
     kind = tl.where(inside & double, E_DOUBLE_FREE, E_INVALID_FREE)
     record_error(heap, kind + 0, addr, addr * 0, kind * 0 + 1)
     return kind * 0
@@ -58,34 +60,37 @@ def report_wrong(heap, addr):
 @triton.jit
 def count_frees(heap, count):
     """Count ``count`` (int32 scalar) blocks that were freed."""
-    tl.atomic_add(hint_ptr(heap) + FREES, count.to(tl.int64), sem="relaxed")
+    # (As a block of different addresses: for one, the assembler adds code to collect lanes.)
+    lane = tl.arange(0, 32)
+    ptr = hint_ptr(anew(heap)) + FREES + lane * HINT_STRIDE
+    tl.atomic_add(ptr, count.to(tl.int64), mask=lane == 0, sem="relaxed")
 
 
 @triton.jit
-def free_scalar(heap, records, magazines, mask, addr, inside, page, granule):
+def free_scalar(heap, records, magazines, addr, inside, page, granule):
     """free of one address, which is not 0."""
-    lane = tl.arange(0, 2)
+    lane = tl.arange(0, 32)
     bit_ptr, bit = live_bit(records, page, granule)
     # The live bit and the page word, in one round trip to memory.
-    ptr = tl.where(lane == 0, bit_ptr + lane * 0, page_word_ptr(records, page) + lane * 0)
-    change = tl.where((lane == 0) & (lane * 0 == 1 - inside.to(tl.int32)), bit ^ -1, -1)
-    old = tl.atomic_and(ptr, change, sem="relaxed")
+    ptr = tl.where(lane == 0, bit_ptr, page_word_ptr(records, page))
+    change = tl.where(lane < inside.to(tl.int32), bit ^ -1, -1)
+    old = tl.atomic_and(ptr, change, mask=lane < 2, sem="relaxed")
     word = pick(old, 1)
-    if inside & ((pick(old, 0) & bit) != 0):
-        kept = page < 0
+    if inside & any_lane((lane == 0) & ((old & bit) != 0)):
+        count_frees(heap, page * 0 + 1)
         if (word & SLAB) != 0:
             cls = page_class(word)
             span = span_of(page, granule, page * 0 + 1, cls)
-            kept = put_span(records, magazines, mask, cls, span, word)
-        if kept == 0:
+            put_span(heap, records, magazines, cls, span, word)
+        elif retire_run(heap, page, (word & (-1 - OUT_MASK)) + 1, owner=True) == 0:
+            # (Another program has come to the run's word by mistake.)
             leave_one(heap, page)
-        count_frees(heap, page * 0 + 1)
     else:
         report_wrong(heap, addr)
 
 
 @triton.jit
-def free_block(heap, records, magazines, mask, addr, given, active, page, granule):
+def free_block(heap, records, magazines, addr, given, active, page, granule):
     """free of a block. The ``active`` lanes of those ``given`` lie in the heap."""
     ptr, bit = live_bit(records, page, granule)
     counts = granule * 0 + 1
@@ -139,11 +144,12 @@ def free_block(heap, records, magazines, mask, addr, given, active, page, granul
         cls = page_class(state)
         if ((state & SLAB) != 0) & (class_bytes(cls) == unit << 4):
             span = span_of(first_page, first, count, cls)
-            kept = put_span(records, magazines, mask, cls, span, state)
+            put_span(heap, records, magazines, cls, span, state)
+            kept = first >= 0
     if kept == 0:
         speaks = active & (before == 0)
         if together == 0:
-            leader, _rank, counts = alike(page, active)
+            leader, _rank, counts, _upto = alike(page, active)
             speaks = active & (leader == lane)
         change = counts.to(tl.int64)
         ptr = page_word_ptr(records, page)
@@ -172,12 +178,11 @@ def free_any(heap, addr, active):
     """Free blocks at int64 addresses that malloc gave; 0 is ignored."""
     given = active & (addr != 0)
     inside, page, granule = locate(heap, addr, given)
-    # (Before the fence, which empties the first-level cache.)
     records = load_records(heap)
-    magazines, mask = load_magazines(heap)
+    magazines = load_magazines(heap)
     # What this program wrote happens before anything that the next owner does.
-    fence(heap + ERRORS)
+    fence(heap + ERRORS, "release")
     if is_block(active):
-        free_block(heap, records, magazines, mask, addr, given, inside, page, granule)
+        free_block(heap, records, magazines, addr, given, inside, page, granule)
     elif given:
-        free_scalar(heap, records, magazines, mask, addr, inside, page, granule)
+        free_scalar(heap, records, magazines, addr, inside, page, granule)

@@ -17,18 +17,18 @@ from .target import has_ptx, is_interpreted
 
 @triton.constexpr_function
 def match(bits):
-    """PTX: ``same`` becomes the set of the threads whose key ($3) is this thread's.
+    """PTX: ``same`` becomes the set of the threads whose key ($4) is this thread's.
 
     ``match.any`` takes 12 cycles for each key among the threads of a warp, and keeps other warps
     from doing the same: with 32 keys, 380 to 1500. A ballot for each bit of the keys takes 35.
     """
     if bits == 0:
-        return "match.any.sync.b32 same, $3, 0xffffffff;"
+        return "match.any.sync.b32 same, $4, 0xffffffff;"
     ballots = ["mov.b32 same, -1;"]
     for bit in (*range(bits), 31):  # (Inactive lanes have key -1.)
         ballots.append(
             f"""
-            and.b32 chosen, $3, {1 << bit:#x};
+            and.b32 chosen, $4, {1 << bit:#x};
             setp.ne.u32 has, chosen, 0;
             vote.sync.ballot.b32 chosen, has, 0xffffffff;
             @!has not.b32 chosen, chosen;
@@ -47,11 +47,11 @@ def alike_instructions(bits):
         .reg .b32 copies, first, before, same, once, thread, chosen;
         .reg .pred is_first, has;
         mov.b32 copies, 1;
-        shf.l.wrap.b32 chosen, 0, copies, $4;
+        shf.l.wrap.b32 chosen, 0, copies, $5;
         redux.sync.or.b32 once, chosen, 0xffffffff;
         setp.ne.u32 has, once, -1;
         mov.u32 copies, %lanemask_eq;
-        @has match.any.sync.b32 copies, $4, 0xffffffff;
+        @has match.any.sync.b32 copies, $5, 0xffffffff;
         neg.s32 first, copies;
         and.b32 first, first, copies;
         mov.u32 before, %lanemask_lt;
@@ -64,9 +64,9 @@ def alike_instructions(bits):
         and.b32 before, before, same;
         popc.b32 $1, before;
         popc.b32 $2, same;
-        brev.b32 thread, same;
-        clz.b32 thread, thread;
-        shfl.sync.idx.b32 $0, $4, thread, 31, 0xffffffff;
+        or.b32 $3, before, first;
+        bfind.u32 thread, same;
+        shfl.sync.idx.b32 $0, $5, thread, 31, 0xffffffff;
     }}
     """
 
@@ -76,18 +76,19 @@ def alike(keys, active, bits: tl.constexpr = 0):
     """Groups of ``active`` lanes of a block whose int32 ``keys``, at least 0, are equal. If it is
     known that the keys are below 2 ** ``bits``, this takes a fraction of the time.
 
-    Returns ``(leader, rank, count)`` per active lane (int32): the lane that leads its group, which
-    is one of the group; how many of the group come before this lane; and how many there are. What
-    inactive lanes get means nothing. On AMD every lane is a group of its own.
+    Returns ``(leader, rank, count, upto)`` per active lane (int32): the lane that leads its group,
+    which is one of the group; how many of the group come before this lane; how many there are; and
+    for :func:`last_start` which come up to this lane. What inactive lanes get means nothing. On AMD
+    every lane is a group of its own.
     """
     lane = lane_index(keys)
     key = tl.where(active, keys, -1)
     if has_ptx():
-        leader, rank, count = tl.inline_asm_elementwise(
+        leader, rank, count, upto = tl.inline_asm_elementwise(
             alike_instructions(bits),
-            "=&r,=&r,=&r,r,r",
+            "=&r,=&r,=&r,=&r,r,r",
             [key, lane],
-            dtype=(tl.int32, tl.int32, tl.int32),
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=False,
             pack=1,
         )
@@ -98,16 +99,54 @@ def alike(keys, active, bits: tl.constexpr = 0):
         key = tl.reshape(key, (rows, side))
         here = tl.reshape(lane, (rows, side))
         same = (key[:, :, None] == key[:, None, :]).to(tl.int32)
-        earlier = (here[:, None, :] < here[:, :, None]).to(tl.int32)
+        before = (here[:, None, :] < here[:, :, None]).to(tl.int32)
         leads = tl.min(tl.where(same != 0, here[:, None, :], keys.shape[0]), axis=2)
         leader = tl.reshape(leads, (keys.shape[0],))
-        rank = tl.reshape(tl.sum(same * earlier, axis=2), (keys.shape[0],))
+        rank = tl.reshape(tl.sum(same * before, axis=2), (keys.shape[0],))
         count = tl.reshape(tl.sum(same, axis=2), (keys.shape[0],))
+        bit = (here * 0 + 1) << (here & 31)
+        upto = tl.sum(same * before * bit[:, None, :], axis=2) + bit
+        upto = tl.reshape(upto.to(tl.int32), (keys.shape[0],))
     else:
         leader = lane
         rank = lane * 0
         count = rank + 1
-    return leader, rank, count
+        upto = rank
+    return leader, rank, count, upto
+
+
+@triton.jit
+def last_start(upto, starts):
+    """In each lane, the last that ``starts``, of those of its group up to this lane, of which there
+    must be one: a group in parts becomes groups. With ``upto`` from :func:`alike`."""
+    lane = lane_index(upto)
+    if has_ptx():
+        lane = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 threads;
+                .reg .pred starts;
+                setp.ne.s32 starts, $2, 0;
+                vote.sync.ballot.b32 threads, starts, 0xffffffff;
+                and.b32 threads, threads, $1;
+                bfind.u32 threads, threads;
+                shfl.sync.idx.b32 $0, $3, threads, 31, 0xffffffff;
+            }
+            """,
+            "=r,r,r,r",
+            [upto, starts.to(tl.int32), lane],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    elif is_interpreted():
+        side: tl.constexpr = min(upto.shape[0], 32)
+        rows: tl.constexpr = upto.shape[0] // side
+        here = tl.reshape(lane, (rows, side))
+        there = tl.reshape(upto, (rows, side))[:, :, None] >> (here & 31)[:, None, :]
+        there = (there & tl.reshape(starts.to(tl.int32), (rows, side))[:, None, :] & 1) != 0
+        lane = tl.reshape(tl.max(tl.where(there, here[:, None, :], 0), axis=2), (upto.shape[0],))
+    return lane
 
 
 @triton.jit

@@ -37,7 +37,10 @@ RINGS = tl.constexpr(128)
 @triton.jit
 def load_answers(heap):
     """What the host has answered so far (int32); 0 in a heap that does not grow by itself."""
-    return load_one(heap + ANSWERS)
+    answers = tl.full((), 0, tl.int32)
+    if load_immutable(heap, BELL) != 0:
+        answers = load_one(heap + ANSWERS)
+    return answers
 
 
 @triton.jit

@@ -14,7 +14,7 @@ running kernels and are touched by atomics only.
                     how many blocks were freed
     LINES           per class and stripe: the line word                      malloc
     page records    per page: 64 words of live bits, the page word, the      malloc, free
-                    length of a run, the most pages taken from here on
+                    most pages taken from here on
     rows            a bit per page, 64 pages to a word: free pages, and for  malloc, free
                     each class those with room for half of their slots
     idle words      where lanes swap that have nothing to swap               malloc, free
@@ -25,8 +25,8 @@ A **page** is 64 KiB, a **chunk** 64 pages (4 MiB): one word of a row.
 
 Line word: 0..31 tickets left of the places opened, signed; 32..62 places opened.
 Place: 0..22 and 23..45 two pages, all bits set where there is none; 46..63 the number of the place.
-Page word: 0..23 out; 24..29 class; 30 KEPT; 31 SLAB; 32..44 half of its slots; 45 RUN;
-46 SPANNED: some of its slots were in a magazine.
+Page word: 0..23 out; 24..29 class; 30 KEPT; 31 SLAB; 32..55 half of the slots of a slab, or the
+pages of a run; 56 RUN; 57 SPANNED: some of its slots were in a magazine.
 Magazine: 0..22 page; 23..34 first granule; 36..49 count; 50..56 class + 1 (0 in all: empty).
 
 Live bits: a **granule** is 16 bytes, and a page has 4096 of them. The bit of granule g of a page
@@ -43,7 +43,7 @@ import triton.language as tl
 
 from .atomics import load_one
 from .bits import divide, floor_log2
-from .target import has_ptx
+from .target import anew, has_ptx
 
 MAGIC = tl.constexpr(0x0DE7A110C0000002)
 
@@ -85,8 +85,7 @@ LINES = tl.constexpr(512)
 LINE_STRIDE = tl.constexpr(8)  # times the lines of a class: see line_ptr
 RECORD_WORDS = tl.constexpr(68)
 PAGE_WORD = tl.constexpr(64)
-LENGTH = tl.constexpr(1)  # from a page word to the pages of a run
-REACHED = tl.constexpr(2)  # from a page word to the most pages that were ever taken from it on
+REACHED = tl.constexpr(1)  # from a page word to the most pages that were ever taken from it on
 
 PLACE_MASK = tl.constexpr((1 << 31) - 1)
 OPENED = tl.constexpr(1 << 32)
@@ -105,8 +104,8 @@ CLASS_SHIFT = tl.constexpr(24)
 KEPT = tl.constexpr(1 << 30)
 SLAB = tl.constexpr(1 << 31)
 HALF_SHIFT = tl.constexpr(32)
-RUN = tl.constexpr(1 << 45)
-SPANNED = tl.constexpr(1 << 46)
+RUN = tl.constexpr(1 << 56)
+SPANNED = tl.constexpr(1 << 57)
 
 # Kinds of error.
 E_DOUBLE_FREE = tl.constexpr(0)
@@ -147,14 +146,15 @@ def program_index():
     """This program's number within its launch (int32), for spreading and for error records."""
     x = tl.num_programs(0)
     y = tl.num_programs(1)
-    return tl.program_id(0) + x * (tl.program_id(1) + y * tl.program_id(2))
+    # (What depends on it is not kept in registers, or on the stack, all through a caller's loop.)
+    return anew(tl.program_id(0) + x * (tl.program_id(1) + y * tl.program_id(2)))
 
 
 @triton.jit
 def program_count():
-    """How many programs the launch has (int32, at most 2**30)."""
-    plane = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
-    return tl.minimum(tl.minimum(plane, 1 << 30) * tl.num_programs(2), 1 << 30).to(tl.int32)
+    """How many programs the launch has (float32: not exact if there are very many)."""
+    plane = tl.num_programs(0).to(tl.float32) * tl.num_programs(1).to(tl.float32)
+    return plane * tl.num_programs(2).to(tl.float32)
 
 
 @triton.jit
@@ -176,7 +176,7 @@ def load_pages(heap):
     pages = load_immutable(heap, PAGES).to(tl.int32)
     if pages == 0:
         copy = program_index() & (EXTENT_COPIES - 1)
-        pages = load_one(heap + EXTENT + copy)
+        pages = load_one(anew(heap) + EXTENT + copy)
     return pages
 
 
@@ -306,6 +306,18 @@ def page_half(word):
 
 
 @triton.jit
+def run_word(length):
+    """The page word of a run of ``length`` pages (int64) with nothing out."""
+    return (length << HALF_SHIFT) + RUN
+
+
+@triton.jit
+def run_pages(word):
+    """The pages (int64) of a run."""
+    return (word >> HALF_SHIFT) & 0xFFFFFF
+
+
+@triton.jit
 def is_slab_of(word, cls):
     """Whether the page with this word is a slab of class ``cls``."""
     return ((word >> CLASS_SHIFT) & 191) == (cls.to(tl.int64) + 128)
@@ -324,8 +336,9 @@ def load_magazines(heap):
 
 
 @triton.jit
-def magazine_ptr(first, mask, cls):
-    """This program's magazine for class ``cls`` (int32 scalar)."""
+def magazine_ptr(magazines, cls):
+    """This program's magazine for class ``cls`` (int32 scalar); with :func:`load_magazines`."""
+    first, mask = magazines
     return first + ((program_index() + cls * 677) & mask)
 
 

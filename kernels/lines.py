@@ -19,14 +19,13 @@ way the page took between them. Runs touch the words of all their pages for this
 import triton
 import triton.language as tl
 
-from .atomics import atomic_cas, atomic_load, fence
+from .atomics import atomic_cas, atomic_load, fence, load_beside
 from .bits import divide, lsr, mix, next_bit
 from .lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick
 from .lanes import width as width_of
 from .layout import (
     ERRORS,
     KEPT,
-    LENGTH,
     OPENED,
     OUT_MASK,
     PLACE_MASK,
@@ -49,13 +48,14 @@ from .layout import (
     page_word_ptr,
     place_ptr,
     program_index,
+    run_pages,
     slab_word,
 )
 from .pages import find_pages, give_pages, give_run, give_together, guess_pages, lower_hint, spread
 from .target import anew
 
 LOOKS = tl.constexpr(8)  # how many pages of the row of its class an opener tries
-BESIDE = tl.constexpr(8)  # of how many words at one time it takes the first that has any
+BESIDE = tl.constexpr(8)  # in how many words, which it loads at one time
 
 
 @triton.jit
@@ -110,35 +110,37 @@ def retire_pages(heap, page, word, idle, listed):
 
 
 @triton.jit(noinline=True)
-def touch_words(heap, page, n):
-    """Add nothing to the words of the ``n`` pages from ``page`` on (int32 scalars), which carry the
-    order between the owners of a page. Returns 0, made of what was there, so that what depends on
-    it comes later."""
+def touch_words(heap, page, n, kind):
+    """Add ``kind`` (int64 scalar) to the word of ``page``, and 0 to those of the other pages of the
+    ``n`` from there on (int32 scalars), since they carry the order between the owners of a page.
+    Returns 0, made of what was there, so that what depends on it comes later."""
     lane = tl.arange(0, 64)
     at = n * 0
     seen = (n * 0).to(tl.int64)
     while at < n:
         here = at + lane < n
         ptr = page_word_ptr(load_records(heap), tl.where(here, page + at + lane, page))
-        words = tl.atomic_add(ptr, (lane * 0).to(tl.int64), mask=here, sem="relaxed")
+        change = tl.where(at + lane == 0, kind, 0)
+        words = tl.atomic_add(ptr, change, mask=here, sem="relaxed")
         seen += tl.sum(tl.where(here, lsr(words, 63), 0), axis=0)
         at += 64
     return seen.to(tl.int32)
 
 
 @triton.jit(noinline=True)
-def retire_run(heap, page, word):
-    """Give back the pages of the run at ``page``, which has nothing out by its word, unless it was
-    given back since. Returns 0."""
+def retire_run(heap, page, word, owner: tl.constexpr):
+    """Give back the pages of the run at ``page`` if this is its word. The caller is the ``owner``,
+    who has freed it behind a fence, or else comes after the owner. Returns whether (int32)."""
     ptr = page_word_ptr(load_records(heap), page)
-    if atomic_cas(ptr, word, word & 0) == word:
-        # What others did in the run, who came to its word before, happens before what we do here.
-        fence(heap + ERRORS)
-        # (Not before: the word may be that of another run by now.)
-        length = atomic_load(ptr + LENGTH).to(tl.int32)
-        give_run(heap, page, length + touch_words(heap, page, length))
+    won = (atomic_cas(ptr, word, word & 0) == word).to(tl.int32)
+    if won != 0:
+        if not owner:
+            # What was done in the run happens before what its pages' next owners do.
+            fence(heap + ERRORS, "acq_rel")
+        length = run_pages(word).to(tl.int32)
+        give_run(heap, page, length + touch_words(heap, page, length, word & 0))
         lower_hint(heap, page, page >= 0)
-    return page * 0
+    return won
 
 
 @triton.jit
@@ -160,7 +162,7 @@ def leave_account(heap, page, now, counts, speaks, runs: tl.constexpr = True):
         if runs:
             at = first_lane(ends)
             while at < width_of(ends):
-                retire_run(heap, pick(page, at), pick(now, at))
+                retire_run(heap, pick(page, at), pick(now, at), owner=False)
                 at = first_lane(ends & (lane_index(ends) > at))
 
 
@@ -236,68 +238,66 @@ def pass_over(heap, cls, page, place, counts, lanes):
 
 
 @triton.jit
-def find_halves(heap, cls, row, chunk, reach, some, opens):
-    """Two pages of their class with room for half of their slots for each lane in ``opens``, -1
-    where none was found. Begins with ``chunk``, whose word of the row is ``some``."""
+def find_halves(heap, cls, row, chunk, seen):
+    """Two pages of their class with room for half of their slots for each lane, -1 where none was
+    found. Of the words of the row from ``chunk`` on, those in ``seen`` had bits. (Programs that
+    see the same words begin with different ones.)"""
     lane = lane_index(chunk)
     first = chunk * 0 - 1
     second = first
-    wants = opens
-    tries = reach * 0
+    at = chunk
+    some = (chunk * 0).to(tl.int64)
+    wants = seen != 0
+    tries = 0
     given_heap = heap
     while any_lane(wants) & (tries < LOOKS):
         heap = anew(given_heap)
         records = load_records(heap)
         salt = mix(program_index() * 64 + lane + tries * 977)
-        # (A bit may be left of a page that is gone: on to the next word only after a find.)
         empty = wants & (some == 0)
-        wants = wants & ((empty == 0) | (first >= 0))
-        empty = empty & wants
         if any_lane(empty):
-            chunk = tl.where(empty, chunk + 1, chunk)
-            chunk = tl.where(chunk < reach, chunk, 0)
-            some = tl.where(empty, atomic_load(row + chunk, empty), some)
+            step = next_bit(tl.where(empty, seen, 1).to(tl.int64), salt >> 8 & (BESIDE - 1))
+            at = tl.where(empty, chunk + step, at)
+            some = tl.where(empty, atomic_load(row + at, empty), some)
+            seen = tl.where(empty, seen & (-1 - (step * 0 + 1 << step)), seen)
         looks = wants & (some != 0)
         there = tl.where(looks, some, 1)
         bit = next_bit(there, salt & 63)
-        page = tl.where(looks, chunk * 64 + bit, 0)
-        old = tl.atomic_and(row + chunk, bit_of(bit) ^ -1, mask=looks, sem="relaxed")
+        page = tl.where(looks, at * 64 + bit, 0)
+        old = tl.atomic_and(row + at, bit_of(bit) ^ -1, mask=looks, sem="relaxed")
         word = atomic_load(page_word_ptr(records, page), looks)
         good = looks & ((old & bit_of(bit)) != 0) & has_half(word, cls)
         second = tl.where(good & (first >= 0), page, second)
         first = tl.where(good & (first < 0), page, first)
         some = tl.where(looks, old & (bit_of(bit) ^ -1), some)
-        wants = wants & (second < 0)
+        wants = wants & (second < 0) & ((some != 0) | (seen != 0))
         tries += 1
     return first, second
 
 
 @triton.jit
-def open_places(heap, places, cls, slots, place, opens, front, width):
+def open_places(heap, places, cls, slots, place, opens, front, area):
     """Open the places of the lanes (or scalar) in ``opens``, each with two pages of the class that
     have room for half of their slots, or with one of these and a fresh one, or with a fresh one.
-    Looks among ``width`` pages from chunk ``front`` on for fresh ones, and for others before them,
+    Looks for fresh ones in the ``area`` that :func:`pages.window` gives, and for others before it,
     too. A program that got no fresh page at once first looks for others: most need none then."""
+    width, start = area
     lane = lane_index(place)
     records = load_records(heap)
     chunks = load_chunks(heap)
     reach = tl.minimum(front + (width >> 6) + 1, chunks)
-    chunk = spread(program_index() * 5 + lane * 3 + place * 7, reach)
-    row = class_row(heap, tl.where(opens, cls, 0))
+    # (Lanes that open nothing look, too, all at one place, but each program's elsewhere.)
+    own = tl.where(opens, lane * 3 + place * 7, 0)
+    chunk = spread(program_index() * 5 + own, tl.maximum(reach - BESIDE, 0) + 1)
+    row = class_row(heap, tl.where(opens, cls, program_index() & 31))
     # (All under way at one time.)
-    page, old = guess_pages(heap, opens, front, width)
-    some = atomic_load(row + chunk, opens)
-    ahead = chunk * 0
-    for step in tl.static_range(1, BESIDE):
-        beside = atomic_load(row + chunk + step, opens & (chunk + step < reach))
-        better = (some == 0) & (beside != 0)
-        some = tl.where(better, beside, some)
-        ahead = tl.where(better, step, ahead)
-    chunk += ahead
+    page, old = guess_pages(heap, opens, front * 64 + start)
+    seen = load_beside(row + chunk, opens, BESIDE)
+    seen = seen & ((reach * 0 + 1 << tl.minimum(reach, BESIDE)) - 1)
     half_1 = page * 0 - 1
     half_2 = half_1
-    if any_lane(opens & (some != 0)):
-        half_1, half_2 = find_halves(heap, cls, row, chunk, reach, some, opens)
+    if any_lane(seen != 0):
+        half_1, half_2 = find_halves(heap, cls, row, chunk, seen)
     got = opens & ((old & bit_of(page)) != 0)
     both = opens & (half_2 >= 0)
     give_pages(heap, page, got & both)

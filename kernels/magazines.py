@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-from .atomics import fence
+from .atomics import alone, fence
 from .bits import lsr
+from .lanes import pick
 from .layout import (
     ERRORS,
     PAGE_MASK,
@@ -25,7 +26,7 @@ def release_spans(heap, span, there):
     """Give the slots of spans back to the accounts of their pages, for the lanes (or scalar) in
     ``there``."""
     # What was done in these slots happens before what their pages' next owners do.
-    fence(heap + ERRORS)
+    fence(heap + ERRORS, "acq_rel")
     page = tl.where(there, span & PAGE_MASK, 0).to(tl.int32)
     counts = tl.where(there, span_count(span), 0)
     change = counts.to(tl.int64)
@@ -36,31 +37,37 @@ def release_spans(heap, span, there):
 
 @triton.jit(noinline=True)
 def release_span(heap, span):
-    """:func:`release_spans` for one span (int64 scalar; 0: none), which it returns."""
-    if span != 0:
-        release_spans(heap, span, span != 0)
-    return span
+    """:func:`release_spans` for one span (int64 scalar; 0: none). Returns 0."""
+    release_spans(heap, span, span != 0)
+    return span & 0
 
 
 @triton.jit
-def put_span(records, magazines, mask, cls, span, word):
-    """Put a span of a page with this word into the magazine, if that is empty. Returns whether."""
-    ptr = magazine_ptr(magazines, mask, cls)
+def swap(ptr, span, sem: tl.constexpr):
+    """Put a span (int64 scalar) into a magazine, and return what was there."""
+    ptr, one = alone(ptr, 1)
+    return pick(tl.atomic_xchg(ptr, span, mask=one, sem=sem), 0)
+
+
+@triton.jit
+def put_span(heap, records, magazines, cls, span, word):
+    """Put a span of a page with this word into the magazine, and release the one that was there."""
     if (word & SPANNED) == 0:
         # Once in the life of a page, and while the slots are still ours: later, the page may be
         # another's. (So the swap waits for what this returns, in which bit 63 is clear.)
         page_ptr = page_word_ptr(records, (span & PAGE_MASK).to(tl.int32))
         span += lsr(tl.atomic_or(page_ptr, (span & 0) + SPANNED, sem="relaxed"), 63)
-    return tl.atomic_cas(ptr, span & 0, span, sem="relaxed") == 0
+    old = swap(magazine_ptr(magazines, cls), span, "relaxed")
+    if old != 0:
+        release_span(heap, old)
 
 
 @triton.jit
 def take_span(heap, cls, count):
     """The span of ``count`` slots of class ``cls`` in the magazine, or 0."""
-    magazines, mask = load_magazines(heap)
-    ptr = magazine_ptr(magazines, mask, cls)
-    word = tl.atomic_xchg(ptr, tl.full((), 0, tl.int64), sem="acquire")
+    ptr = magazine_ptr(load_magazines(heap), cls)
+    word = swap(ptr, tl.full((), 0, tl.int64), "acquire")
     wanted = (count.to(tl.int64) << SPAN_COUNT) + ((cls + 1).to(tl.int64) << SPAN_CLASS)
     if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):
-        word = release_span(heap, tl.atomic_xchg(ptr, word, sem="acq_rel")) & 0
+        word = release_span(heap, swap(ptr, word, "acq_rel"))
     return word

@@ -12,6 +12,7 @@ from .atomics import atomic_load
 from .bits import low_mask, lowest_bit, mix, next_bit, popcount, reciprocal, select_bit
 from .lanes import any_lane, lane_bits, lane_index, pick, rank_of
 from .layout import (
+    PAGE_BYTES,
     bit_of,
     free_row,
     hint_ptr,
@@ -41,11 +42,17 @@ def spread(index, places):
 
 
 @triton.jit
-def window(nbytes):
-    """Among how many pages to look for free ones, if each program asks for ``nbytes`` (int32): 7/4
-    of what all ask for together."""
-    pages = (nbytes.to(tl.int64) * tl.minimum(program_count(), RESIDENT)) >> 16
-    return tl.minimum(pages + (pages * 3 >> 2), 1 << 22).to(tl.int32) + 2
+def window(heap, nbytes):
+    """Where to look for free pages, if each program asks for ``nbytes`` (int32): among how many,
+    7/4 of what all ask for together, and where among these this program's own part begins. (So
+    where all is free, programs meet only if one needs twice its share.)"""
+    pages = (load_chunks(heap) * 64).to(tl.float32)
+    programs = tl.minimum(program_count(), RESIDENT)
+    share = nbytes.to(tl.float32) * (7 / 4 / PAGE_BYTES)
+    width = tl.minimum(share * programs, 1 << 22).to(tl.int32) + 2
+    share = tl.minimum(share, pages * reciprocal(programs))
+    index = program_index() & (RESIDENT - 1)
+    return width, (index.to(tl.float32) * share).to(tl.int32)
 
 
 @triton.jit
@@ -70,19 +77,11 @@ def find_chunk(heap, front, width, salt):
 
 
 @triton.jit
-def guess_pages(heap, want, front, width):
-    """Try to take a page for each lane (or scalar) in ``want``, of ``width`` pages from chunk
-    ``front`` on. Returns the pages, and the words of their chunks as they were.
-
-    Each program has its own part of the window, from the start of which its lanes take one page
-    each. So where all is free, programs meet only if one needs twice its share.
-    """
+def guess_pages(heap, want, start):
+    """Try to take a page for each lane (or scalar) in ``want``, one each from page ``start`` on.
+    Returns the pages, and the words of their chunks as they were."""
     pages = load_chunks(heap) * 64
-    programs = tl.minimum(program_count(), RESIDENT)
-    index = program_index() & (RESIDENT - 1)
-    share = tl.minimum(width, pages).to(tl.float32) * reciprocal(programs.to(tl.float32))
-    start = (index.to(tl.float32) * share).to(tl.int32)
-    page = front * 64 + start + tl.where(want, rank_of(want), 0)
+    page = start + tl.where(want, rank_of(want), 0)
     page = tl.where(page >= pages, page - pages, page)
     ptr = free_row(heap) + tl.where(want, page >> 6, 0)
     return page, tl.atomic_and(ptr, bit_of(page) ^ -1, mask=want, sem="relaxed")

@@ -14,12 +14,10 @@ from .bits import lowest_bit, lsr, mix, next_bit, popcount, run_starts
 from .lanes import any_lane, count_lanes, pick, rank_of
 from .layout import (
     ERRORS,
-    LENGTH,
     MAGAZINE_MASK,
     MAGAZINES,
     PAGE_WORD,
     REACHED,
-    RUN,
     SLAB,
     address_of,
     bit_of,
@@ -35,6 +33,7 @@ from .layout import (
     page_word_ptr,
     program_count,
     program_index,
+    run_word,
     slab_word,
 )
 from .lines import leave_one, promise, retire_pages, touch_words
@@ -272,14 +271,13 @@ def malloc_run(heap, length):
     if length <= load_pages(heap):
         page = find_run(heap, length.to(tl.int32))
         if page >= 0:
-            # What the pages' last owners did happens before us.
-            length += touch_words(heap, page, length.to(tl.int32))
-            fence(heap + ERRORS)
             ptr = page_word_ptr(load_records(heap), page)
-            tl.atomic_xchg(ptr + LENGTH, length, sem="relaxed")
+            base = load_base(heap)
+            # What the pages' last owners did happens before us.
+            touched = touch_words(heap, page, length.to(tl.int32), run_word(length) + 1)
+            fence(heap + ERRORS, "acquire")
             tl.atomic_max(ptr + REACHED, length, sem="relaxed")
-            old = tl.atomic_add(ptr, (length & 0) + (RUN + 1), sem="relaxed")
-            # (The live bit after the page word, so it is made of what was there.)
-            tl.atomic_or(ptr - PAGE_WORD, lsr(old, 63) + 1, sem="relaxed")
-            addr = address_of(load_base(heap), page, page * 0)
+            # (The live bit after the page word: it is made of what was there.)
+            tl.atomic_or(ptr - PAGE_WORD, touched.to(tl.int64) + 1, sem="relaxed")
+            addr = address_of(base, page, page * 0)
     return addr

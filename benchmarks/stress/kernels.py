@@ -250,10 +250,10 @@ def exchange_and_free(heap, boxes, box, entry, report, STEP: tl.constexpr):
     """Put entries into boxes; verify and free the blocks that were in there. Returns which lanes
     freed one (int64), and the words compared."""
     # What was written into our blocks comes before any program takes them out ...
-    fence(report)
+    fence(report, "acq_rel")
     got = tl.atomic_xchg(boxes + box, entry, sem="relaxed")
     # ... and what others wrote into theirs before our look.
-    fence(report)
+    fence(report, "acq_rel")
     addr, code, owner = unpack_entry(heap, got)
     usable = usable_bytes(code_bytes(code))
     words = verify_tags(report, WRONG_TAG, addr, addr, usable, usable, owner, False, STEP)
@@ -328,7 +328,7 @@ def realloc_kernel(
         box = mix(salt + 0x7F4A7C15) & box_mask
         held = tl.atomic_xchg(boxes + box, (salt * 0).to(tl.int64), mask=takes, sem="relaxed")
         held = tl.where(takes, held, 0)
-        fence(report)
+        fence(report, "acq_rel")
         old, old_code, old_owner = unpack_entry(heap, held)
         have = usable_bytes(code_bytes(old_code))
         code = draw_code(salt, first, span, flat)
@@ -385,9 +385,9 @@ def exchange_kernel(boxes, entries, tick, report, box_mask, n, seed, LANES: tl.c
     inside = index < n
     entry = tl.load(entries + index, mask=inside, other=0)
     box = mix(index * 0x01000193 + tl.load(tick).to(tl.int32) * 0x5BD1E995 + seed) & box_mask
-    fence(report)
+    fence(report, "acq_rel")
     got = tl.atomic_xchg(boxes + box, entry, mask=inside, sem="relaxed")
-    fence(report)
+    fence(report, "acq_rel")
     tl.store(entries + index, got, mask=inside)
 
 

@@ -25,7 +25,7 @@ from devalloc.heap.state import RUN, SIZES, SLAB, SLOTS, State
 from devalloc.kernels import layout
 from devalloc.sizes import PAGE_BYTES
 
-_SLAB_BITS = layout.SPANNED.value | (1 << layout.RUN.value.bit_length() - 1) - 1
+_SLAB_BITS = layout.SPANNED.value | (0x1FFF << layout.HALF_SHIFT.value) | (1 << 32) - 1
 _NUMBERS = layout.NUMBER_MASK.value + 1
 
 
@@ -80,7 +80,8 @@ def _audit_pages(state: State) -> None:
     slab, run = state.kind == SLAB, state.kind == RUN
     other = (state.words != 0) & ~slab & ~run
     other |= slab & ((state.words & ~_SLAB_BITS) != 0)
-    other |= run & ((state.words & ~layout.OUT_MASK.value) != layout.RUN.value)
+    length = state.run_pages << layout.HALF_SHIFT.value
+    other |= run & ((state.words & ~layout.OUT_MASK.value) != layout.RUN.value + length)
     _fail_pages(state, other, "H4: page words of no kind")
     _fail_pages(state, slab & (state.cls >= CLASSES), "H4: slabs of no class")
     beyond = run & ((state.run_pages < 1) | (state.run_pages > pages - np.arange(pages)))
@@ -89,7 +90,7 @@ def _audit_pages(state: State) -> None:
     _fail_pages(state, owners > 1, "H1: pages with more than one owner")
     _fail_pages(state, owners < 1, "H2: pages without an owner that are not free")
     _fail_pages(state, run & (state.out != 1), "H4: runs whose account is not 1")
-    half = (state.words >> layout.HALF_SHIFT.value) & 0x1FFF
+    half = (state.words >> layout.HALF_SHIFT.value) & 0xFFFFFF
     _fail_pages(state, slab & (half != state.slots // 2), "H4: slabs with a wrong half")
 
 

@@ -7,13 +7,13 @@ from ..api import malloc
 from ..atomics import atomic_load
 from ..lanes import any_lane, count_lanes
 from ..layout import (
-    LENGTH,
     NUM_CLASSES,
     PAGE_LOG2,
     class_bytes,
     load_base,
     load_records,
     page_word_ptr,
+    run_pages,
 )
 from .block_table import (
     BY_AUDIT,
@@ -100,7 +100,7 @@ def audit_kernel(heap, live_count, BLOCK: tl.constexpr):
         if use >= RUN_USE:
             # One block, which begins with the page.
             slots = freed & (freed == 0)
-            length = atomic_load(page_word_ptr(load_records(heap), page) + LENGTH)
+            length = run_pages(atomic_load(page_word_ptr(load_records(heap), page)))
             block = nbytes * 0 + (length << PAGE_LOG2)
             if any_lane(freed):
                 size = tl.sum(tl.where(freed, nbytes, 0), axis=0)

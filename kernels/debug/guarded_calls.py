@@ -125,7 +125,7 @@ def adopt(heap, addr, padded, active):
     got = addr != 0
     large = got & (padded > MAX_SLOT)
     # We look at what the last owner left.
-    fence(heap + ERRORS)
+    fence(heap + ERRORS, "acq_rel")
     page, _granule = place_of(load_base(heap), addr)
     use = page_use(padded, active)
     # All loads that depend on the address alone are under way before any is used.
@@ -226,7 +226,7 @@ def free_guarded(heap, addr, active):
     inside, page, granule = locate(heap, addr, active)
     entry = entry_ptr(heap, addr)
     live = live_flag(granule)
-    fence(heap + ERRORS)
+    fence(heap + ERRORS, "acq_rel")
     word = tl.atomic_and(entry, live ^ -1, mask=inside, sem="relaxed")
     word = tl.where(inside, word, 0)
     mine = (word & live) != 0
@@ -317,7 +317,7 @@ def shrink(heap, addr, nbytes, owner, word, entry, stays):
     asked = stays
     stays = stays & (old == word)
     report_lanes(heap, addr, old, asked & (stays == 0))
-    fence(heap + ERRORS)
+    fence(heap + ERRORS, "acq_rel")
     check_guards(heap, addr, entry_size(word), page, BY_REALLOC, stays)
     less = stays & (nbytes != entry_size(word))
     write_guards(addr, nbytes, less, less & (less == 0), True)

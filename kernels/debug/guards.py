@@ -32,7 +32,6 @@ from ..atomics import atomic_load
 from ..bits import lowest_bit
 from ..lanes import any_lane, first_lane, is_block, lane_index, pick
 from ..layout import (
-    LENGTH,
     MAX_SLOT,
     PAGE_LOG2,
     SLAB,
@@ -43,6 +42,7 @@ from ..layout import (
     page_class,
     page_word_ptr,
     place_of,
+    run_pages,
 )
 from ..payload import as_column
 from ..target import has_ptx
@@ -399,8 +399,7 @@ def block_at(heap, page, active):
     ptr = page_word_ptr(load_records(heap), page)
     state = atomic_load(ptr, active)
     slot = class_bytes(page_class(state)).to(tl.int64)
-    run = atomic_load(ptr + LENGTH, active) << PAGE_LOG2
-    return tl.where((state & SLAB) != 0, slot, run)
+    return tl.where((state & SLAB) != 0, slot, run_pages(state) << PAGE_LOG2)
 
 
 @triton.jit

@@ -59,7 +59,7 @@ class Damage:
         self.flip(self.geometry.rows + row * self.geometry.chunks + page // 64, page % 64)
 
     def length(self, run: int, value: int) -> None:
-        self.set(self.word(run) + layout.LENGTH.value, value)
+        self.set(self.word(run), layout.RUN.value + (value << layout.HALF_SHIFT.value) + 1)
 
     def span(self, at: int, page: int, slot: int, count: int, cls: int) -> None:
         word = page + (slot << 23) + (count << 36) + (cls + 1 << 50)
@@ -81,7 +81,6 @@ def move_live_bit(d: Damage) -> None:
 
 
 def run_inside_a_run(d: Damage) -> None:
-    d.set(d.word(d.runs[0] + 1), layout.RUN.value + 1)
     d.length(d.runs[0] + 1, 1)
 
 
@@ -110,12 +109,15 @@ PLANTED: dict[str, tuple[str, Callable[[Damage], None]]] = {
         lambda d: d.flip(d.word(d.slab), 50),
     ),
     "a run of a class": ("H4: page words of no kind", lambda d: d.flip(d.word(d.runs[0]), 25)),
-    "a slab and a run": ("H4: page words of no kind", lambda d: d.flip(d.word(d.slab), 45)),
+    "a slab and a run": ("H4: page words of no kind", lambda d: d.flip(d.word(d.slab), 56)),
     "a slab of no class": ("H4: slabs of no class", lambda d: d.add(d.word(d.slab), 40 << 24)),
     "a wrong half": ("H4: slabs with a wrong half", lambda d: d.add(d.word(d.slab), 1 << 32)),
     "a run beyond the heap": ("H1: runs that reach", lambda d: d.length(d.runs[0], 1000)),
     "a run of no length": ("H1: runs that reach", lambda d: d.length(d.runs[0], 0)),
-    "a run of a negative length": ("H1: runs that reach", lambda d: d.length(d.runs[0], -3)),
+    "a run of the longest length": (
+        "H1: runs that reach",
+        lambda d: d.length(d.runs[0], 0xFFFFFF),
+    ),
     "runs that overlap": ("H1: pages with more than one", lambda d: d.length(d.runs[0], 4)),
     "a run inside a run": ("H1: pages with more than one owner", run_inside_a_run),
     "a free page that is a slab": (

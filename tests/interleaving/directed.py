@@ -11,7 +11,7 @@ from devalloc.testing._program import Access
 from devalloc.testing.schedules import Choice, one_after_another
 
 # Functions that only carry out what their caller wants.
-HELPERS = frozenset({"atomic_load", "atomic_cas"})
+HELPERS = frozenset({"atomic_load", "atomic_cas", "swap"})
 
 
 # How the message of a schedule begins that could not be carried out.

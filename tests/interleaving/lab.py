@@ -40,6 +40,7 @@ from devalloc import Heap
 from devalloc.heap.geometry import Geometry
 from devalloc.kernels import allocation, freeing, layout
 from devalloc.kernels import pages as page_kernels
+from devalloc.kernels.magazines import release_span
 from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, PAGE_BYTES
 from devalloc.testing import Exhaustive, Interleaving, Launch, Report, Run, Strategy
 from tests.interleaving.history import History, blocks_of
@@ -72,6 +73,12 @@ KEPT = layout.KEPT.value
 SLAB = layout.SLAB.value
 RUN = layout.RUN.value
 
+
+def run_pages(word: int) -> int:
+    """The pages of a run, by the word of its first."""
+    return word >> layout.HALF_SHIFT.value & 0xFFFFFF
+
+
 Plan = tuple[tuple[Strategy | Exhaustive, int], ...]
 
 
@@ -82,9 +89,9 @@ def take_nothing(heap, cls, count):
 
 
 @triton.jit
-def put_nothing(records, magazines, mask, cls, span, word):
+def put_nothing(heap, records, magazines, cls, span, word):
     """``put_span`` without magazines."""
-    return span < 0
+    release_span(heap, span)
 
 
 @triton.jit
@@ -332,11 +339,13 @@ class View:
             out = word & WORD_OUT
             if is_slab(word):
                 word &= ~layout.SPANNED.value  # advice
-            assert 0 <= word < 1 << 46, f"L2: the word of page {page} is {word:#x}"
+            assert 0 <= word < 1 << 57, f"L2: the word of page {page} is {word:#x}"
             assert out < WORD_OUT >> 1, f"L2: less than nothing is out of page {page}: {word:#x}"
             if word & RUN:
-                assert word == out + RUN, f"L2: the word of page {page}, a run, is {word:#x}"
-                length = int(self.records[page, layout.PAGE_WORD.value + layout.LENGTH.value])
+                length = run_pages(word)
+                assert word == out + RUN + (length << layout.HALF_SHIFT.value), (
+                    f"L2: the word of page {page}, a run, is {word:#x}"
+                )
                 for other in range(page, page + length):
                     inner = self.word(other) & ~WORD_OUT
                     assert not self.free(other), f"L3: page {other} is free, and of a run"
@@ -369,7 +378,7 @@ class View:
             if word & RUN:
                 assert page >= behind, f"L4: page {page} begins a run in another"
                 assert out == live[0] == 1, f"L4: {out} out of the run at {page}, live {live[0]}"
-                length = int(self.records[page, layout.PAGE_WORD.value + layout.LENGTH.value])
+                length = run_pages(word)
                 seen[self.base + page * PAGE_BYTES] = length * PAGE_BYTES
                 behind = page + length
                 continue

@@ -25,15 +25,14 @@ PROMISE_IN_MIXED = """\
 PUT = """\
         page_ptr = page_word_ptr(records, (span & PAGE_MASK).to(tl.int32))
         span += lsr(tl.atomic_or(page_ptr, (span & 0) + SPANNED, sem="relaxed"), 63)
-    return tl.atomic_cas(ptr, span & 0, span, sem="relaxed") == 0
+    old = swap(magazine_ptr(magazines, cls), span, "relaxed")
 """
 PUT_EARLY = """\
-        kept = tl.atomic_cas(ptr, span & 0, span, sem="relaxed") == 0
+        old = swap(magazine_ptr(magazines, cls), span, "relaxed")
         page_ptr = page_word_ptr(records, (span & PAGE_MASK).to(tl.int32))
         tl.atomic_or(page_ptr, (span & 0) + SPANNED, sem="relaxed")
     else:
-        kept = tl.atomic_cas(ptr, span & 0, span, sem="relaxed") == 0
-    return kept
+        old = swap(magazine_ptr(magazines, cls), span, "relaxed")
 """
 
 ALL = (
@@ -96,11 +95,11 @@ ALL = (
         scenario="late_ticket",
     ),
     Mutant(
-        name="groups_by_place_only",
+        name="groups_of_any_class",
         file="allocation.py",
-        old="head, rank, users = alike(cls + ((half & 31) << 6), active, 11)",
-        new="head, rank, users = alike((half & 31) << 6, active, 11)",
-        breaks="lanes get slots of another class: its place has the same number",
+        old="leader, rank, count, upto = alike(cls, active, 6)",
+        new="leader, rank, count, upto = alike(cls & 0, active, 6)",
+        breaks="lanes get slots of another class: they share its tickets",
         scenario="late_lanes",
     ),
     Mutant(
@@ -138,7 +137,7 @@ ALL = (
     Mutant(
         name="claimed_without_a_promise",
         file="allocation.py",
-        old="good = got & (rank < granted)",
+        old="good = got & (before < granted)",
         new="good = got",
         breaks="lanes take slots of pages that have no room for them",
         scenario="late_lanes",
@@ -168,7 +167,7 @@ ALL = (
     Mutant(
         name="freed_without_looking",
         file="freeing.py",
-        old="if inside & ((pick(old, 0) & bit) != 0):",
+        old="if inside & any_lane((lane == 0) & ((old & bit) != 0)):",
         new="if inside:",
         breaks="a second free of an address takes another slot out of the account",
         scenario="two_frees_of_one",
@@ -192,16 +191,16 @@ ALL = (
     Mutant(
         name="put_over_another",
         file="magazines.py",
-        old='return tl.atomic_cas(ptr, span & 0, span, sem="relaxed") == 0',
-        new='return tl.atomic_xchg(ptr, span, sem="relaxed") != -1',
+        old="    if old != 0:\n        release_span(heap, old)\n",
+        new="",
         breaks="the slots that were in the magazine are out for good",
         scenario="one_magazine",
     ),
     Mutant(
         name="put_back_over_another",
         file="magazines.py",
-        old='release_span(heap, tl.atomic_xchg(ptr, word, sem="acq_rel")) & 0',
-        new='tl.atomic_xchg(ptr, word, sem="acq_rel") & 0',
+        old='release_span(heap, swap(ptr, word, "acq_rel"))',
+        new='swap(ptr, word, "acq_rel") & 0',
         breaks="what a free put into a magazine while a malloc looked at the last span is lost",
         scenario="magazine_of_another_class",
     ),
@@ -227,7 +226,7 @@ ALL = (
         old="counts = further + 1",
         new="counts = further * 0 + 1",
         breaks="of slots that lanes freed into one page, one is free in its account",
-        scenario="block_and_scalar_alone",
+        scenario="block_across_pages",
     ),
     Mutant(
         name="wrong_lanes_pay",
@@ -288,7 +287,7 @@ ALL = (
     Mutant(
         name="free_or_nothing",
         file="freeing.py",
-        old="double = (run == 0) | (page - head >= atomic_load(ptr + LENGTH))",
+        old="double = ((before & RUN) == 0) | (page - head >= run_pages(before))",
         new="double = taken == 0",
         breaks="a double free counts as an address that no block had, if its page is on its way",
         scenario="page_on_its_way",
@@ -336,16 +335,16 @@ ALL = (
     Mutant(
         name="run_retired_without_winning",
         file="lines.py",
-        old="if atomic_cas(ptr, word, word & 0) == word:",
-        new="if atomic_cas(ptr, word, word & 0) >= 0:",
+        old="won = (atomic_cas(ptr, word, word & 0) == word).to(tl.int32)",
+        new="won = (atomic_cas(ptr, word, word & 0) >= 0).to(tl.int32)",
         breaks="the pages of a run are given back twice, although another program has them by now",
         scenario="run_retired_twice",
     ),
     Mutant(
         name="run_without_a_live_bit",
         file="search.py",
-        old="tl.atomic_or(ptr - PAGE_WORD, lsr(old, 63) + 1, sem=",
-        new="tl.atomic_or(ptr - PAGE_WORD, lsr(old, 63), sem=",
+        old="tl.atomic_or(ptr - PAGE_WORD, touched.to(tl.int64) + 1, sem=",
+        new="tl.atomic_or(ptr - PAGE_WORD, touched.to(tl.int64), sem=",
         breaks="no run can be freed",
         scenario="double_free_of_a_run",
     ),

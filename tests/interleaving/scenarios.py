@@ -318,6 +318,15 @@ ALL = (
         script=((free_lanes(0),), (free(4), malloc(5, THIRD))),
         plan=mostly(30, preemptions=2, bound=400),
     ),
+    # Lanes free consecutive slots of two pages.
+    Scenario(
+        "block_across_pages",
+        pages=2,
+        magazines=0,
+        before=(EIGHTH,) * 6,
+        script=((malloc_lanes(6, EIGHTH), free_lanes(6)), (free(0), malloc(10, THIRD))),
+        plan=mostly(10),
+    ),
     Scenario(
         "lanes_by_turns",
         pages=2,
@@ -524,17 +533,29 @@ ALL = (
         ),
         plan=mostly(12),
     ),
-    # Two retire one run: the program that freed it, and one that came too late to its page.
+    # Two retire one run: the program that freed it, while one that came too late to its page was
+    # there, and another that came too late.
     Scenario(
         "run_retired_twice",
         pages=1,
         magazines=0,
         script=(
-            (malloc(0, HALF),),
-            (malloc(1, HALF), free(1), malloc(2, PAGE_BYTES), free(2)),
+            (malloc(0, EIGHTH),),
+            (malloc(1, EIGHTH), free(1), malloc(2, PAGE_BYTES), free(2)),
+            (malloc(3, EIGHTH),),
         ),
         plan=(
-            *directed(Turn(0, "promise"), Turn(1, "retire_run"), Turn(0), Turn(1)),
+            *directed(
+                Turn(0, "promise"),
+                Turn(2, "promise"),
+                Turn(1, "retire_run"),
+                Turn(0, "pass_over"),
+                Turn(1, "leave_one"),
+                Turn(0),
+                Turn(1, "retire_run"),
+                Turn(2),
+                Turn(1),
+            ),
             *samples(8),
         ),
     ),

@@ -18,7 +18,7 @@ WIDTHS = [(1, 1), (8, 1), (32, 1), (32, 4), (64, 2), (128, 1), (128, 4), (512, 1
 def alike_kernel(keys, flags, out, LANES: tl.constexpr):
     lane = tl.arange(0, LANES)
     active = tl.load(flags + lane) != 0
-    leader, rank, count = alike(tl.load(keys + lane), active)
+    leader, rank, count, _upto = alike(tl.load(keys + lane), active)
     tl.store(out + lane, leader)
     tl.store(out + LANES + lane, rank)
     tl.store(out + 2 * LANES + lane, count)
@@ -33,7 +33,7 @@ def alike_rows_kernel(keys, flags, out, LANES: tl.constexpr):
     rows = tl.load(keys + lane[:, None] + column[None, :] * 0)
     key = tl.max(rows, axis=1)
     active = tl.load(flags + lane) != 0
-    leader, rank, count = alike(key, active)
+    leader, rank, count, _upto = alike(key, active)
     tl.store(out + lane, leader)
     tl.store(out + LANES + lane, rank)
     tl.store(out + 2 * LANES + lane, count)

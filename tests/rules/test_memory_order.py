@@ -18,7 +18,9 @@ def operations(function: ast.FunctionDef) -> Iterator[str]:
     for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
         name = ast.unparse(call.func).rpartition(".")[2]
         if name.startswith("atomic_") or name == "fence":
-            order = {ast.literal_eval(k.value) for k in call.keywords if k.arg == "sem"}
+            words = [k.value for k in call.keywords if k.arg == "sem"]
+            words += call.args[1:] if name == "fence" else []
+            order = {getattr(word, "value", "sem") for word in words}
             marks = [f".{word}" for word in order - {"relaxed"}]
             yield name.removeprefix("atomic_") + "".join(marks)
 

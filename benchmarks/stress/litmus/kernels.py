@@ -155,7 +155,7 @@ def get(ptr, after, ORDER: tl.constexpr):
 @triton.jit
 def between(totals, ORDER: tl.constexpr):
     if ORDER == "fenced":
-        fence(totals)
+        fence(totals, "acq_rel")
 
 
 @triton.jit

@@ -68,18 +68,19 @@ HANDOVERS = (
 )
 SHAPES = tuple(Shape(name, order) for name in ("MP", "WRC", "SB") for order in ORDERS)
 
-_FENCE = Patch("atomics.py", '"fence.acq_rel.gpu; mov.b32 $0, $1;"', '"mov.b32 $0, $1;"')
+_FENCE = Patch("atomics.py", 'f"fence.{sem}.gpu; mov.b32 $0, $1;"', '"mov.b32 $0, $1;"')
 _BARRIERS = Patch("atomics.py", "    tl.debug_barrier()\n", "", times=2)
 _ACQUIRES = (
     *(
         Patch(file, 'sem="acquire"', 'sem="relaxed"', times=None)
-        for file in ("allocation.py", "lines.py", "live.py", "magazines.py", "search.py")
+        for file in ("allocation.py", "lines.py", "live.py", "search.py")
     ),
-    Patch("magazines.py", 'sem="acq_rel"', 'sem="relaxed"'),
+    Patch("magazines.py", 'tl.int64), "acquire")', 'tl.int64), "relaxed")'),
+    Patch("magazines.py", 'word, "acq_rel")', 'word, "relaxed")'),
 )
 _FREE = Patch(
     "freeing.py",
-    "    fence(heap + ERRORS)\n    if is_block(active):",
+    '    fence(heap + ERRORS, "release")\n    if is_block(active):',
     "    tl.debug_barrier()\n    if is_block(active):",
 )
 
