@@ -562,6 +562,8 @@ def test_interrupted_calls_leave_sound_segments(act: Callable[[World], object]) 
 @pytest.mark.parametrize("name", ["torch", "frugal"])
 def test_on_the_gpu_tensors_are_replaced_by_larger_ones(name: str) -> None:
     arena = Arena("cuda:0", source="virtual", policy=make_policy(name, expandable_segments=True))
+    # (The kernels used below are loaded, which takes memory of the device.)
+    assert bool((arena.full((1,), 3, dtype=torch.int32) == 3).all())
     arena.empty_cache()
     torch.cuda.synchronize()
     free = torch.cuda.mem_get_info()[0]
