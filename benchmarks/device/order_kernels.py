@@ -24,7 +24,7 @@ def vector_kernel(words, seen, turns, LANES: tl.constexpr, SEM: tl.constexpr, FE
     while turn < turns:
         old = tl.atomic_add(words + lane, step, sem=SEM)
         if FENCED:
-            fence(words)
+            fence(words, "acq_rel")
         total += old
         step = (old >> 62) + 1  # always 1, but known only when the atomic has returned
         turn += 1
@@ -41,7 +41,7 @@ def scalar_kernel(words, seen, turns, SEM: tl.constexpr, FENCED: tl.constexpr):
     while turn < turns:
         old = tl.atomic_add(words + program, step, sem=SEM)
         if FENCED:
-            fence(words)
+            fence(words, "acq_rel")
         total += old
         step = (old >> 62) + 1
         turn += 1
@@ -56,7 +56,7 @@ def bare_kernel(words, seen, turns, FENCED: tl.constexpr):
     turn = turns * 0
     while turn < turns:
         if FENCED:
-            fence(words)
+            fence(words, "acq_rel")
         total += turn
         turn += 1
     tl.store(seen + program, total)
