@@ -66,7 +66,7 @@ def put_span(heap, records, magazines, cls, span, word):
 def take_span(heap, cls, count):
     """The span of ``count`` slots of class ``cls`` in the magazine, or 0."""
     ptr = magazine_ptr(load_magazines(heap), cls)
-    word = swap(ptr, tl.full((), 0, tl.int64), "acquire")
+    word = swap(ptr, tl.full((), 0, tl.int64), sem="acquire")
     wanted = (count.to(tl.int64) << SPAN_COUNT) + ((cls + 1).to(tl.int64) << SPAN_CLASS)
     if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):
         word = release_span(heap, swap(ptr, word, "acq_rel"))

@@ -73,9 +73,8 @@ _BARRIERS = Patch("atomics.py", "    tl.debug_barrier()\n", "", times=2)
 _ACQUIRES = (
     *(
         Patch(file, 'sem="acquire"', 'sem="relaxed"', times=None)
-        for file in ("allocation.py", "lines.py", "live.py", "search.py")
+        for file in ("allocation.py", "lines.py", "live.py", "magazines.py", "search.py")
     ),
-    Patch("magazines.py", 'tl.int64), "acquire")', 'tl.int64), "relaxed")'),
     Patch("magazines.py", 'word, "acq_rel")', 'word, "relaxed")'),
 )
 _FREE = Patch(
