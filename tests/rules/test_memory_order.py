@@ -46,6 +46,7 @@ def test_every_atomic_has_its_line() -> None:
         ("tl.atomic_xchg(p, 1, sem='acquire')\n    fence(p)", "xchg.acquire, fence"),
         ("x = atomic_load(p) + atomic_load(q)", "load, load"),
         ("atomics.fence(p)\n    atomic_cas(p, a, b)", "fence, cas"),
+        ("fence(p, 'release')\n    tl.atomic_xchg(p, 1, sem=sem)", "fence.release, xchg.sem"),
     ],
 )
 def test_operations_are_found(text: str, expected: str) -> None:
