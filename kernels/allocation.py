@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .atomics import alone, atomic_load
-from .bits import divide, halves, join, mix
+from .atomics import alone, atomic_load, fence
+from .bits import divide, halves, join, lsr, mix
 from .error_record import record_error
 from .groups import alike, from_leader, last_start
 from .growing import ask_for_pages, load_answers
@@ -116,7 +116,7 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
         last = good & (slot == slots - 1)
         granule = slot * (size >> 4)
         ptr, bit = live_bit(records, tl.where(good, page, 0), granule)
-        old = tl.atomic_or(ptr, bit, mask=good, sem="acquire")
+        old = tl.atomic_or(ptr, bit, mask=good, sem="relaxed")
         stop_keeping(heap, page, last)
         lost = good & ((old & bit) != 0)
         bad = active & (good == 0)
@@ -136,10 +136,9 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
 
 
 @triton.jit
-def claim_span(base, records, span, size, index, good, acquired: tl.constexpr):
+def claim_span(base, records, span, size, index, good):
     """Claim slots of spans for the ``good`` lanes: each has the ``index``-th of the span in its
-    lane (a scalar: one). Addresses; 0 in other lanes. Who took the spans out of a magazine has
-    ``acquired`` what their last owner did."""
+    lane (a scalar: one). Addresses; 0 in other lanes."""
     page = tl.where(good, span & PAGE_MASK, 0).to(tl.int32)
     granule = ((span >> SPAN_FIRST) & 0xFFF).to(tl.int32) + index * (size >> 4)
     ptr, bits = live_bit(records, page, granule)
@@ -148,10 +147,7 @@ def claim_span(base, records, span, size, index, good, acquired: tl.constexpr):
         speaks = good & (turn == 0)
     else:
         ptr, speaks = alone(ptr, good.to(tl.int32))
-    if acquired:
-        old = tl.atomic_or(ptr, bits, mask=speaks, sem="relaxed")
-    else:
-        old = tl.atomic_or(ptr, bits, mask=speaks, sem="acquire")
+    old = tl.atomic_or(ptr, bits, mask=speaks, sem="relaxed")
     wrong = tl.where(speaks, old & bits, 0)
     if any_lane(wrong != 0):
         # A program with a promise of other slots was there first: each lane still finds a slot.
@@ -233,7 +229,7 @@ def malloc_alike(heap, cls, same, rank, need, polls: tl.constexpr):
         good = same & (index < span_count(span))
         base = load_base(heap)
         records = load_records(heap)
-        where = claim_span(base, records, span, class_bytes(cls), index, good, acquired=False)
+        where = claim_span(base, records, span, class_bytes(cls), index, good)
         addr = tl.where(good, where, addr)
         same = same & (good == 0)
         need = count_lanes(same)
@@ -289,7 +285,9 @@ def malloc_whole(heap, cls, same, rank, n):
     lane = tl.arange(0, 64)
     state = slab_word(cls, slots) + slots + (pages & 0).to(tl.int64)
     ptr = page_word_ptr(records, pages)
-    tl.atomic_add(ptr, state, mask=lane < have, sem="acquire")
+    old = tl.atomic_add(ptr, state, mask=lane < have, sem="relaxed")
+    # (That this was there is known before the addresses are: the fence comes later.)
+    seen = tl.sum(tl.where(lane < have, lsr(old, 63), 0).to(tl.int32), axis=0)
     tl.atomic_max(ptr + REACHED, (pages & 0).to(tl.int64) + 1, mask=lane < have, sem="relaxed")
     at = divide(tl.where(same, rank, 0), slots)
     page = tl.gather(pages, tl.minimum(at, n - 1), 0)
@@ -301,7 +299,7 @@ def malloc_whole(heap, cls, same, rank, n):
     further = tl.minimum(n * slots - 1 - rank, slots - 1 - slot)
     turn, bits = speak_for(granule, size >> 4, slot, further)
     tl.atomic_or(ptr, bits, mask=got & (turn == 0), sem="relaxed")
-    return tl.where(got, address_of(load_base(heap), page, granule), 0)
+    return tl.where(got, address_of(load_base(heap), page, granule + seen), 0)
 
 
 @triton.jit
@@ -330,7 +328,7 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
             span = take_span(heap, cls, count)
         if span != 0:
             spans = span + (rank * 0).to(tl.int64)
-            addr = claim_span(base, records, spans, size, rank, same, acquired=True)
+            addr = claim_span(base, records, spans, size, rank, same)
         elif is_block(nbytes):
             if count >= slots_of(size):
                 n = tl.minimum(divide(count, slots_of(size)), 64)
@@ -377,7 +375,8 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
                 at = first_lane(rest)
         else:
             addr = malloc_scalar(heap, nbytes, polls)
-    tl.debug_barrier()
+    # What the last owners did happens before anything that the caller does.
+    fence(hint_ptr(heap), "acquire")
     return addr
 
 

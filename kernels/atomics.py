@@ -117,9 +117,8 @@ def fence(word, sem: tl.constexpr):
     (``acq_rel``), or only with what it writes afterwards (``release``, which takes two thirds of
     the time), or only what it has read before with all after it (``acquire``, no time).
 
-    Most atomics are relaxed, and this fence orders them: an atomic with release semantics would
-    cost a fence per element, one after the other. (Promises and claims acquire by themselves: a
-    thread mostly has one such element.) The barriers carry the order between the threads of the
+    Atomics are relaxed, and this fence orders them: an atomic with release semantics would cost a
+    fence per element, one after the other. The barriers carry the order between the threads of the
     program. ``word`` is any mutable word of the control block: without PTX an atomic on it
     stands for the fence. One wave executes that, and it releases only what has arrived in memory,
     so each wave first waits for its own accesses.

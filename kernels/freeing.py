@@ -100,10 +100,11 @@ def free_block(heap, records, magazines, addr, given, active, page, granule):
     first = pick(granule, 0)
     # (If the pages are far apart, this may be any number. Then the lanes are not in order.)
     unit = pick((page << 12) + granule, 1) - ((first_page << 12) + first)
+    unit = tl.where(count == 1, 1, unit)
     where = first + lane * unit
     there = (page == first_page + (where >> 12)) & (granule == (where & 4095))
     orderly = (active == (lane < count)) & ((active == 0) | there)
-    together = (count > 1) & (unit > 0) & (unit <= 2048)
+    together = (count > 0) & (unit > 0) & (unit <= 2048)
     together = together & (count_lanes(orderly) == active.shape[0])
     before = granule * 0
     further = before
@@ -142,7 +143,8 @@ def free_block(heap, records, magazines, addr, given, active, page, granule):
     if one_page:
         state = pick(word, 0)
         cls = page_class(state)
-        if ((state & SLAB) != 0) & (class_bytes(cls) == unit << 4):
+        alike_slots = (count == 1) | (class_bytes(cls) == unit << 4)
+        if ((state & SLAB) != 0) & alike_slots:
             span = span_of(first_page, first, count, cls)
             put_span(heap, records, magazines, cls, span, state)
             kept = first >= 0

@@ -11,9 +11,9 @@ If not, the program takes back what it added, and draws another ticket. So nothi
 place is old, or leads two lines to one page: it costs time.
 
 Order: the word of a page carries it. A free fences before it clears live bits and subtracts; all
-that ever changes a page word is a read-modify-write; and a malloc acquires with the addition and
-with the claim. So what was done in a page before happens before what its next owners do, whatever
-way the page took between them. Runs touch the words of all their pages for this.
+that ever changes a page word is a read-modify-write; and a malloc fences behind its addition. So
+what was done in a page before happens before what its next owners do, whatever way the page took
+between them. Runs touch the words of all their pages for this.
 """
 
 import triton
@@ -114,7 +114,7 @@ def touch_words(heap, page, n, kind):
     """Add ``kind`` (int64 scalar) to the word of ``page``, and 0 to those of the other pages of the
     ``n`` from there on (int32 scalars), since they carry the order between the owners of a page.
     Returns 0, made of what was there, so that what depends on it comes later."""
-    lane = tl.arange(0, 64)
+    lane = tl.arange(0, 32)
     at = n * 0
     seen = (n * 0).to(tl.int64)
     while at < n:
@@ -123,7 +123,7 @@ def touch_words(heap, page, n, kind):
         change = tl.where(at + lane == 0, kind, 0)
         words = tl.atomic_add(ptr, change, mask=here, sem="relaxed")
         seen += tl.sum(tl.where(here, lsr(words, 63), 0), axis=0)
-        at += 64
+        at += 32
     return seen.to(tl.int32)
 
 
@@ -205,7 +205,7 @@ def has_half(word, cls):
 def promise(heap, page, cls, counts, slots, asks):
     """Ask pages for slots, ``counts`` each. Returns how many of them the caller was promised."""
     ptr = page_word_ptr(load_records(heap), tl.where(asks, page, 0))
-    old = tl.atomic_add(ptr, counts.to(tl.int64), mask=asks, sem="acquire")
+    old = tl.atomic_add(ptr, counts.to(tl.int64), mask=asks, sem="relaxed")
     room = tl.where(is_slab_of(old, cls), slots - page_out(old), 0)
     return tl.where(asks, tl.minimum(tl.maximum(room, 0), counts), 0)
 

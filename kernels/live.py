@@ -96,7 +96,7 @@ def claim_others(records, page, granule, size, lost):
     """Other slots for the lanes that ``lost`` theirs: each was promised one of its page."""
     while any_lane(lost):
         ptr, bit = live_bit(records, page, granule)
-        old = tl.atomic_or(ptr, bit, mask=lost, sem="acquire")
+        old = tl.atomic_or(ptr, bit, mask=lost, sem="relaxed")
         lost = lost & ((old & bit) != 0)
         if any_lane(lost):
             granule = tl.where(lost, another(old | bit, granule, size), granule)

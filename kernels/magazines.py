@@ -43,10 +43,10 @@ def release_span(heap, span):
 
 
 @triton.jit
-def swap(ptr, span, sem: tl.constexpr):
+def swap(ptr, span):
     """Put a span (int64 scalar) into a magazine, and return what was there."""
     ptr, one = alone(ptr, 1)
-    return pick(tl.atomic_xchg(ptr, span, mask=one, sem=sem), 0)
+    return pick(tl.atomic_xchg(ptr, span, mask=one, sem="relaxed"), 0)
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def put_span(heap, records, magazines, cls, span, word):
         # another's. (So the swap waits for what this returns, in which bit 63 is clear.)
         page_ptr = page_word_ptr(records, (span & PAGE_MASK).to(tl.int32))
         span += lsr(tl.atomic_or(page_ptr, (span & 0) + SPANNED, sem="relaxed"), 63)
-    old = swap(magazine_ptr(magazines, cls), span, "relaxed")
+    old = swap(magazine_ptr(magazines, cls), span)
     if old != 0:
         release_span(heap, old)
 
@@ -66,8 +66,8 @@ def put_span(heap, records, magazines, cls, span, word):
 def take_span(heap, cls, count):
     """The span of ``count`` slots of class ``cls`` in the magazine, or 0."""
     ptr = magazine_ptr(load_magazines(heap), cls)
-    word = swap(ptr, tl.full((), 0, tl.int64), sem="acquire")
+    word = swap(ptr, tl.full((), 0, tl.int64))
     wanted = (count.to(tl.int64) << SPAN_COUNT) + ((cls + 1).to(tl.int64) << SPAN_CLASS)
     if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):
-        word = release_span(heap, swap(ptr, word, "acq_rel"))
+        word = release_span(heap, swap(ptr, word))
     return word

@@ -207,10 +207,10 @@ def run_bits(page, n, chunk):
 @triton.jit(noinline=True)
 def give_run(heap, page, n):
     """Make the ``n`` pages from ``page`` on (int32 scalars) free. Returns 0."""
-    lane = tl.arange(0, 64)
+    lane = tl.arange(0, 32)
     at = page >> 6
     while at * 64 < page + n:
         bits = run_bits(page, n, at + lane)
         tl.atomic_or(free_row(heap) + at + lane, bits, mask=bits != 0, sem="relaxed")
-        at += 64
+        at += 32
     return n * 0

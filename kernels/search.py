@@ -9,11 +9,10 @@ nothing was free at some time, or if others kept taking and giving meanwhile.
 import triton
 import triton.language as tl
 
-from .atomics import atomic_load, fence
+from .atomics import atomic_load
 from .bits import lowest_bit, lsr, mix, next_bit, popcount, run_starts
 from .lanes import any_lane, count_lanes, pick, rank_of
 from .layout import (
-    ERRORS,
     MAGAZINE_MASK,
     MAGAZINES,
     PAGE_WORD,
@@ -157,14 +156,13 @@ def search_slots(heap, cls):
                         bit = next_bit(pick(word, index - at), (salt >> 16) & 63)
                         old = tl.atomic_and(row + index, bit_of(bit) ^ -1, sem="relaxed")
                         if (old & bit_of(bit)) != 0:
-                            if kind == 0:
-                                found = ask(heap, cls, index * 64 + bit)
-                            else:
-                                found = index * 64 + bit
-                                state = slab_word(cls, slots) + 1
-                                ptr = page_word_ptr(load_records(heap), found)
-                                tl.atomic_add(ptr, state, sem="acquire")
+                            page = index * 64 + bit
+                            if kind == 1:
+                                state = slab_word(cls, slots)
+                                ptr = page_word_ptr(load_records(heap), page)
+                                tl.atomic_add(ptr, state, sem="relaxed")
                                 tl.atomic_max(ptr + REACHED, state & 0 | 1, sem="relaxed")
+                            found = ask(heap, cls, page)
                             # (Others may use the rest.)
                             rest = tl.where((found >= 0) & (slots > 2), bit_of(bit), 0)
                             tl.atomic_or(class_row(heap, cls) + index, rest, sem="relaxed")
@@ -185,7 +183,7 @@ def search_slots(heap, cls):
 @triton.jit(noinline=True)
 def take_run(heap, page, n):
     """Take the ``n`` pages from ``page`` on (int32 scalars) if all are free. Returns whether."""
-    lane = tl.arange(0, 64)
+    lane = tl.arange(0, 32)
     at = page >> 6
     took = page * 0 + 1
     while (took != 0) & (at * 64 < page + n):
@@ -198,7 +196,7 @@ def take_run(heap, page, n):
             if at > (page >> 6):
                 give_run(heap, page, at * 64 - page)
             took = took * 0
-        at += 64
+        at += 32
     return took
 
 
@@ -273,9 +271,8 @@ def malloc_run(heap, length):
         if page >= 0:
             ptr = page_word_ptr(load_records(heap), page)
             base = load_base(heap)
-            # What the pages' last owners did happens before us.
+            # (What their last owners did happens before what follows the fence of malloc.)
             touched = touch_words(heap, page, length.to(tl.int32), run_word(length) + 1)
-            fence(heap + ERRORS, "acquire")
             tl.atomic_max(ptr + REACHED, length, sem="relaxed")
             # (The live bit after the page word: it is made of what was there.)
             tl.atomic_or(ptr - PAGE_WORD, touched.to(tl.int64) + 1, sem="relaxed")

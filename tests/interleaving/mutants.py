@@ -25,14 +25,14 @@ PROMISE_IN_MIXED = """\
 PUT = """\
         page_ptr = page_word_ptr(records, (span & PAGE_MASK).to(tl.int32))
         span += lsr(tl.atomic_or(page_ptr, (span & 0) + SPANNED, sem="relaxed"), 63)
-    old = swap(magazine_ptr(magazines, cls), span, "relaxed")
+    old = swap(magazine_ptr(magazines, cls), span)
 """
 PUT_EARLY = """\
-        old = swap(magazine_ptr(magazines, cls), span, "relaxed")
+        old = swap(magazine_ptr(magazines, cls), span)
         page_ptr = page_word_ptr(records, (span & PAGE_MASK).to(tl.int32))
         tl.atomic_or(page_ptr, (span & 0) + SPANNED, sem="relaxed")
     else:
-        old = swap(magazine_ptr(magazines, cls), span, "relaxed")
+        old = swap(magazine_ptr(magazines, cls), span)
 """
 
 ALL = (
@@ -199,8 +199,8 @@ ALL = (
     Mutant(
         name="put_back_over_another",
         file="magazines.py",
-        old='release_span(heap, swap(ptr, word, "acq_rel"))',
-        new='swap(ptr, word, "acq_rel") & 0',
+        old="release_span(heap, swap(ptr, word))",
+        new="swap(ptr, word) & 0",
         breaks="what a free put into a magazine while a malloc looked at the last span is lost",
         scenario="magazine_of_another_class",
     ),

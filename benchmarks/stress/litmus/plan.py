@@ -70,12 +70,8 @@ SHAPES = tuple(Shape(name, order) for name in ("MP", "WRC", "SB") for order in O
 
 _FENCE = Patch("atomics.py", 'f"fence.{sem}.gpu; mov.b32 $0, $1;"', '"mov.b32 $0, $1;"')
 _BARRIERS = Patch("atomics.py", "    tl.debug_barrier()\n", "", times=2)
-_ACQUIRES = (
-    *(
-        Patch(file, 'sem="acquire"', 'sem="relaxed"', times=None)
-        for file in ("allocation.py", "lines.py", "live.py", "magazines.py", "search.py")
-    ),
-    Patch("magazines.py", 'word, "acq_rel")', 'word, "relaxed")'),
+_MALLOC = Patch(
+    "allocation.py", '    fence(hint_ptr(heap), "acquire")\n', "    tl.debug_barrier()\n"
 )
 _FREE = Patch(
     "freeing.py",
@@ -85,10 +81,9 @@ _FREE = Patch(
 
 WEAKENED: dict[str, tuple[Patch, ...]] = {
     "free-without-fence": (_FREE,),
-    "no-acquires": _ACQUIRES,
+    "malloc-without-fence": (_MALLOC,),
     "no-fences": (_FENCE,),
-    "no-order": (_FENCE, *_ACQUIRES),
-    "no-barriers": (_FENCE, _BARRIERS, *_ACQUIRES),
+    "no-barriers": (_FENCE, _BARRIERS),
 }
 """Versions of the device code that lack order: the hand-over should fail under them."""
 
