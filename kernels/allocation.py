@@ -80,7 +80,7 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
         cls = anew(given_cls)
         size = class_bytes(cls)
         slots = slots_of(size)
-        # (Before what acquires, which empties the first-level cache.)
+        # (Early, and not each when it is needed: they come with the ticket.)
         base = load_base(heap)
         records = load_records(heap)
         places = load_places(heap)
@@ -136,9 +136,10 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
 
 
 @triton.jit
-def claim_span(base, records, span, size, index, good):
+def claim_span(heap, span, size, index, good):
     """Claim slots of spans for the ``good`` lanes: each has the ``index``-th of the span in its
     lane (a scalar: one). Addresses; 0 in other lanes."""
+    records = load_records(heap)
     page = tl.where(good, span & PAGE_MASK, 0).to(tl.int32)
     granule = ((span >> SPAN_FIRST) & 0xFFF).to(tl.int32) + index * (size >> 4)
     ptr, bits = live_bit(records, page, granule)
@@ -155,7 +156,7 @@ def claim_span(base, records, span, size, index, good):
         if is_block(good):
             lost = good & heard(page, granule, wrong)
         granule = claim_others(records, page, granule, size + granule * 0, lost)
-    return tl.where(good, address_of(base, page, granule), 0)
+    return tl.where(good, address_of(load_base(heap), page, granule), 0)
 
 
 @triton.jit(noinline=True)
@@ -227,9 +228,7 @@ def malloc_alike(heap, cls, same, rank, need, polls: tl.constexpr):
         index = tl.where(beyond, index - span_count(span), index)
         span = tl.where(beyond, third, span)
         good = same & (index < span_count(span))
-        base = load_base(heap)
-        records = load_records(heap)
-        where = claim_span(base, records, span, class_bytes(cls), index, good)
+        where = claim_span(heap, span, class_bytes(cls), index, good)
         addr = tl.where(good, where, addr)
         same = same & (good == 0)
         need = count_lanes(same)
@@ -316,9 +315,6 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
     if count == count_lanes(small):
         span = tl.full((), 0, tl.int64)
         size = class_bytes(cls)
-        # (Before what acquires, which empties the first-level cache.)
-        base = load_base(heap)
-        records = load_records(heap)
         # (More than half of a page is never in a magazine. One slot is at most that.)
         if is_block(nbytes):
             fits = (count > 0) & (count * size * 2 <= PAGE_BYTES)
@@ -328,7 +324,7 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
             span = take_span(heap, cls, count)
         if span != 0:
             spans = span + (rank * 0).to(tl.int64)
-            addr = claim_span(base, records, spans, size, rank, same)
+            addr = claim_span(heap, spans, size, rank, same)
         elif is_block(nbytes):
             if count >= slots_of(size):
                 n = tl.minimum(divide(count, slots_of(size)), 64)

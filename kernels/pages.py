@@ -1,8 +1,8 @@
 """Free pages: one bit each, taken at the front of the heap.
 
 Owns the chunk words and the hints. A page is taken by clearing its bit and given by setting it;
-what comes back says who did. A window of twice as many free pages as the programs ask for together
-keeps them apart: the first guess succeeds for half of them when the window is nearly used up.
+what comes back says who did. A window of more pages than the programs ask for together keeps them
+apart: two of three openers then get the page they guess first.
 """
 
 import triton
@@ -44,11 +44,11 @@ def spread(index, places):
 @triton.jit
 def window(heap, nbytes):
     """Where to look for free pages, if each program asks for ``nbytes`` (int32): among how many,
-    7/4 of what all ask for together, and where among these this program's own part begins. (So
-    where all is free, programs meet only if one needs twice its share.)"""
+    13/8 of what all ask for together and a page for each 16 programs, since more pages are opened
+    than are filled; and where among these this program's own part begins."""
     pages = (load_chunks(heap) * 64).to(tl.float32)
     programs = tl.minimum(program_count(), RESIDENT)
-    share = nbytes.to(tl.float32) * (7 / 4 / PAGE_BYTES)
+    share = nbytes.to(tl.float32) * (13 / 8 / PAGE_BYTES) + 1 / 16
     width = tl.minimum(share * programs, 1 << 22).to(tl.int32) + 2
     share = tl.minimum(share, pages * reciprocal(programs))
     index = program_index() & (RESIDENT - 1)
