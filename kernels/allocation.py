@@ -285,7 +285,7 @@ def malloc_whole(heap, cls, same, rank, n):
     state = slab_word(cls, slots) + slots + (pages & 0).to(tl.int64)
     ptr = page_word_ptr(records, pages)
     old = tl.atomic_add(ptr, state, mask=lane < have, sem="relaxed")
-    # (That this was there is known before the addresses are: the fence comes later.)
+    # (The addresses are made of what was there, so the fence of malloc comes behind it.)
     seen = tl.sum(tl.where(lane < have, lsr(old, 63), 0).to(tl.int32), axis=0)
     tl.atomic_max(ptr + REACHED, (pages & 0).to(tl.int64) + 1, mask=lane < have, sem="relaxed")
     at = divide(tl.where(same, rank, 0), slots)

@@ -64,7 +64,8 @@ def load_instructions(n):
 def load_beside(ptr, looks, n: tl.constexpr):
     """Which of the ``n`` words from each lane's ``ptr`` on are not 0: a bit for each (int32); none
     for lanes that do not look, but these may load, too. All loads are under way at one time. (Were
-    each masked, it would take registers, or the assembler has them wait for one another.)"""
+    each masked, it would take registers, or the assembler has them wait for one another.) Near the
+    end of an array, what comes behind it in the state is loaded, too: the caller masks that."""
     if has_ptx() and num_warps() == 1 and width(ptr) >= 32:
         seen = tl.inline_asm_elementwise(
             load_instructions(n), "=&r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1
@@ -105,7 +106,7 @@ def atomic_cas(ptr, expected, desired):
 
 @triton.constexpr_function
 def fence_instruction(sem):
-    """The PTX of :func:`fence`. (Before Hopper there is one kind.)"""
+    """The PTX of :func:`fence`. (Before Hopper it always does both.)"""
     if tl.target_info.current_target().arch < 90:
         sem = "acq_rel"
     return f"fence.{sem}.gpu; mov.b32 $0, $1;"

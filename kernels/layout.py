@@ -104,6 +104,7 @@ CLASS_SHIFT = tl.constexpr(24)
 KEPT = tl.constexpr(1 << 30)
 SLAB = tl.constexpr(1 << 31)
 HALF_SHIFT = tl.constexpr(32)
+HALF_MASK = tl.constexpr((1 << 24) - 1)
 RUN = tl.constexpr(1 << 56)
 SPANNED = tl.constexpr(1 << 57)
 
@@ -314,7 +315,7 @@ def run_word(length):
 @triton.jit
 def run_pages(word):
     """The pages (int64) of a run."""
-    return (word >> HALF_SHIFT) & 0xFFFFFF
+    return (word >> HALF_SHIFT) & HALF_MASK
 
 
 @triton.jit

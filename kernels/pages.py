@@ -2,7 +2,7 @@
 
 Owns the chunk words and the hints. A page is taken by clearing its bit and given by setting it;
 what comes back says who did. A window of more pages than the programs ask for together keeps them
-apart: two of three openers then get the page they guess first.
+apart: most openers then get the page that they guess first.
 """
 
 import triton

@@ -6,7 +6,7 @@
 
 Blocks change hands and carry plain counters, ordered by nothing but malloc and free; classic shapes
 are run with each order of accesses that the heap relies on, and with weaker ones. Then the
-hand-over is run with copies of the device code that lack fences, acquires or barriers: these
+hand-over is run with copies of the device code that lack fences, or barriers too: these
 should fail, and the table says whether they did. Rows go to ``benchmarks/results/litmus/``.
 
 The exit status is 1 if anything is forbidden that must not be: weakened copies and weak orders may

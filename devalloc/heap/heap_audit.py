@@ -90,7 +90,7 @@ def _audit_pages(state: State) -> None:
     _fail_pages(state, owners > 1, "H1: pages with more than one owner")
     _fail_pages(state, owners < 1, "H2: pages without an owner that are not free")
     _fail_pages(state, run & (state.out != 1), "H4: runs whose account is not 1")
-    half = (state.words >> layout.HALF_SHIFT.value) & 0xFFFFFF
+    half = (state.words >> layout.HALF_SHIFT.value) & layout.HALF_MASK.value
     _fail_pages(state, slab & (half != state.slots // 2), "H4: slabs with a wrong half")
 
 

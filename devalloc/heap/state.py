@@ -178,7 +178,7 @@ class State:
         slab = (self.words & layout.SLAB.value) != 0
         run = (self.words & layout.RUN.value) != 0
         self.kind = np.where(slab, SLAB, np.where(run, RUN, FREE))
-        lengths = (self.words >> layout.HALF_SHIFT.value) & 0xFFFFFF
+        lengths = (self.words >> layout.HALF_SHIFT.value) & layout.HALF_MASK.value
         self.run_pages = np.where(self.kind == RUN, lengths, 0)
         self.inside = self._inside()
         self.page_free = self.row_bits(0)[: self.pages] != 0

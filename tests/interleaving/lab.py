@@ -76,7 +76,7 @@ RUN = layout.RUN.value
 
 def run_pages(word: int) -> int:
     """The pages of a run, by the word of its first."""
-    return word >> layout.HALF_SHIFT.value & 0xFFFFFF
+    return word >> layout.HALF_SHIFT.value & layout.HALF_MASK.value
 
 
 Plan = tuple[tuple[Strategy | Exhaustive, int], ...]
