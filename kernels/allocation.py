@@ -6,7 +6,7 @@ import triton.language as tl
 from .atomics import alone, atomic_load, fence
 from .bits import divide, halves, join, lsr, mix
 from .error_record import record_error
-from .groups import alike, from_leader, last_start
+from .groups import GROUP, alike, from_leader, has_groups, last_start
 from .growing import ask_for_pages, load_answers
 from .lanes import (
     any_lane,
@@ -57,19 +57,19 @@ from .lines import (
     ticket_place,
 )
 from .live import another, claim_others, heard, live_bit, speak_for
-from .magazines import take_span
-from .pages import take_any, window
+from .magazines import take_span, take_spans
+from .pages import take_adjacent, window
 from .search import malloc_run, search_slots
 from .target import anew
 
-GROUP = tl.constexpr(32)  # lanes of a block of several classes that are served together
 ROUNDS = tl.constexpr(8)  # tickets that a request draws before it searches
 LATE = tl.constexpr(-2)  # in place of a page: the place was not open in time
 
 
 @triton.jit
-def malloc_mixed(heap, cls, active, polls: tl.constexpr):
-    """Slots of classes ``cls`` for the active lanes: addresses, 0 where there is none."""
+def malloc_mixed(heap, cls, active, polls: tl.constexpr, whole: tl.constexpr):
+    """Slots of classes ``cls`` for the active lanes: addresses, 0 where there is none. Only a whole
+    block looks into magazines: they have what a whole one freed."""
     lane = lane_index(cls)
     addr = (cls * 0).to(tl.int64)
     rounds = 0
@@ -83,53 +83,64 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr):
         # (Early, and not each when it is needed: they come with the ticket.)
         base = load_base(heap)
         records = load_records(heap)
-        places = load_places(heap)
-        line = line_ptr(heap, cls)
-        front = atomic_load(hint_ptr(heap) + lane * 0, lane == 0)
         leader, rank, count, upto = alike(cls, active, 6)
         leads = active & (leader == lane)
-        word = tl.atomic_add(line, -count.to(tl.int64), mask=leads, sem="relaxed")
-        # (What an opener needs, computed while the ticket is under way.)
-        area = window(heap, tl.sum(tl.where(active, size, 0), axis=0))
-        word = from_leader(word, leader)
-        place, slot = ticket_place(word, rank, slots)
-        opens = active & (slot == 0)
-        if any_lane(opens):
-            at = pick(front, 0).to(tl.int32)
-            open_places(heap, places, cls, slots, place, opens, at, area)
-        # The lanes of half a place, whose tickets follow one another: the first reads the ring and
-        # asks the page for all.
-        middle = slots - (slots >> 1)
-        second = slot >= middle
-        before = tl.minimum(rank, tl.where(second, slot - middle, slot))
-        users = before + tl.minimum(count - rank, tl.where(second, slots, middle) - slot)
-        head = last_start(upto, before == 0)
-        heads = active & (before == 0)
-        state = await_places(place_ptr(heap, places, cls, place), place, heads, polls)
-        page = tl.where(is_place(state, place), place_page(state, second), LATE)
-        asks = heads & (page >= 0)
-        granted = promise(heap, page, cls, users, slots, asks)
-        packed = from_leader(join(tl.where(heads, page, LATE), granted), head)
-        page, granted = halves(packed)
-        got = active & (page >= 0)
-        good = got & (before < granted)
-        last = good & (slot == slots - 1)
-        granule = slot * (size >> 4)
-        ptr, bit = live_bit(records, tl.where(good, page, 0), granule)
-        old = tl.atomic_or(ptr, bit, mask=good, sem="relaxed")
-        stop_keeping(heap, page, last)
-        lost = good & ((old & bit) != 0)
+        span = (cls * 0).to(tl.int64)
+        if whole:
+            span = take_spans(heap, cls, count, leads)
+        draws = leads & (span == 0)
+        span = from_leader(span, leader)
+        good = active & (span != 0)
+        page = tl.where(good, span & PAGE_MASK, 0).to(tl.int32)
+        granule = ((span >> SPAN_FIRST) & 0xFFF).to(tl.int32) + rank * (size >> 4)
         bad = active & (good == 0)
-        if any_lane(lost | bad):
+        if any_lane(draws):
+            places = load_places(heap)
+            line = line_ptr(heap, cls)
+            front = atomic_load(hint_ptr(heap) + lane * 0, lane == 0)
+            word = tl.atomic_add(line, -count.to(tl.int64), mask=draws, sem="relaxed")
+            # (What an opener needs, computed while the ticket is under way.)
+            area = window(heap, tl.sum(tl.where(active, size, 0), axis=0))
+            word = from_leader(word, leader)
+            place, slot = ticket_place(word, rank, slots)
+            opens = bad & (slot == 0)
+            if any_lane(opens):
+                at = pick(front, 0).to(tl.int32)
+                open_places(heap, places, cls, slots, place, opens, at, area)
+            # The lanes of half a place, whose tickets follow one another: the first reads the ring
+            # and asks the page for all.
+            middle = slots - (slots >> 1)
+            second = slot >= middle
+            before = tl.minimum(rank, tl.where(second, slot - middle, slot))
+            users = before + tl.minimum(count - rank, tl.where(second, slots, middle) - slot)
+            head = last_start(upto, before == 0)
+            heads = bad & (before == 0)
+            state = await_places(place_ptr(heap, places, cls, place), place, heads, polls)
+            led = tl.where(is_place(state, place), place_page(state, second), LATE)
+            asks = heads & (led >= 0)
+            granted = promise(heap, led, cls, users, slots, asks)
+            packed = from_leader(join(tl.where(heads, led, LATE), granted), head)
+            led, granted = halves(packed)
+            got = bad & (led >= 0)
+            gets = got & (before < granted)
+            stop_keeping(heap, led, gets & (slot == slots - 1))
+            bad = bad & (gets == 0)
+            if any_lane(bad):
+                # (Where a place leads to no page, later tickets had better lead to another place.)
+                over = tl.where(got, heads & (granted < users), bad)
+                # (Where there was no page, a search is next.)
+                bad = bad & (led != -1)
+                pass_over(heap, cls, led, place, users - granted, over)
+            page = tl.where(gets, led, page)
+            granule = tl.where(gets, slot * (size >> 4), granule)
+            good = good | gets
+        ptr, bit = live_bit(records, page, granule)
+        old = tl.atomic_or(ptr, bit, mask=good, sem="relaxed")
+        lost = good & ((old & bit) != 0)
+        if any_lane(lost):
             granule = tl.where(lost, another(old, granule, size), granule)
-            granule = claim_others(records, tl.where(good, page, 0), granule, size, lost)
-            # (Where a place leads to no page, later tickets had better lead to another place.)
-            over = tl.where(got, heads & (granted < users), bad)
-            # (Where there was no page, a search is next.)
-            bad = bad & (page != -1)
-            pass_over(heap, cls, page, place, users - granted, over)
-        where = address_of(base, tl.where(good, page, 0), granule)
-        addr = tl.where(good, where, addr)
+            granule = claim_others(records, page, granule, size, lost)
+        addr = tl.where(good, address_of(base, page, granule), addr)
         active = bad
         rounds += 1
     return addr
@@ -195,8 +206,10 @@ def draw_spans(heap, cls, need, polls: tl.constexpr):
     granted = promise(heap, page, kind, counts, slots, asks)
     last = asks & (start + counts == slots)
     stop_keeping(heap, page, last)
-    # (Nothing is granted where a place leads to no page. Later tickets lead to another place then.)
-    over = granted < counts
+    # Later tickets had better lead to another place if this one leads to no page, where nothing is
+    # granted, or if this draw lies across two halves and could lie in one.
+    even = (middle * 2 == slots) & (divide(middle, need) * need == middle)
+    over = (granted < counts) | ((counts > 0) & (begin > tl.where(even, slot, PAGE_BYTES)))
     if any_lane(over):
         pass_over(heap, kind, page, place, counts - granted, over)
     page = tl.where(page == -1, PAGE_MASK, tl.maximum(page, 0)).to(tl.int32)
@@ -274,31 +287,39 @@ def malloc_last(heap, nbytes, count):
 
 
 @triton.jit
-def malloc_whole(heap, cls, same, rank, n):
-    """``n`` whole pages (int32 scalar, 1 to 64) for the lanes that fill them, the first of those
-    numbered by ``rank``. Addresses; 0 in other lanes, and where there is no page."""
+def malloc_whole(heap, cls, same, rank, count):
+    """Whole pages for ``count`` lanes (int32 scalar) that fill some, numbered by ``rank``.
+    Addresses; 0 in other lanes, and for those left over, fewer than a page has slots unless pages
+    are rare."""
+    addr = (rank * 0).to(tl.int64)
+    lane = tl.arange(0, 64)
     records = load_records(heap)
     size = class_bytes(cls)
     slots = slots_of(size)
-    pages, have = take_any(heap, n)
-    lane = tl.arange(0, 64)
-    state = slab_word(cls, slots) + slots + (pages & 0).to(tl.int64)
-    ptr = page_word_ptr(records, pages)
-    old = tl.atomic_add(ptr, state, mask=lane < have, sem="relaxed")
-    # (The addresses are made of what was there, so the fence of malloc comes behind it.)
-    seen = tl.sum(tl.where(lane < have, lsr(old, 63), 0).to(tl.int32), axis=0)
-    tl.atomic_max(ptr + REACHED, (pages & 0).to(tl.int64) + 1, mask=lane < have, sem="relaxed")
-    at = divide(tl.where(same, rank, 0), slots)
-    page = tl.gather(pages, tl.minimum(at, n - 1), 0)
-    slot = rank - at * slots
-    got = same & (rank < have * slots)
-    page = tl.where(got, page, 0)
-    granule = slot * (size >> 4)
-    ptr, _bit = live_bit(records, page, granule)
-    further = tl.minimum(n * slots - 1 - rank, slots - 1 - slot)
-    turn, bits = speak_for(granule, size >> 4, slot, further)
-    tl.atomic_or(ptr, bits, mask=got & (turn == 0), sem="relaxed")
-    return tl.where(got, address_of(load_base(heap), page, granule + seen), 0)
+    more = slots <= count
+    while more:
+        first, have = take_adjacent(heap, tl.minimum(divide(count, slots), 64))
+        here = lane < have
+        ptr = page_word_ptr(records, tl.where(here, first + lane, first))
+        state = slab_word(cls, slots) + slots
+        old = tl.atomic_add(ptr, state + (lane & 0).to(tl.int64), mask=here, sem="relaxed")
+        # (The addresses are made of what was there, so the fence of malloc comes behind it.)
+        seen = tl.sum(tl.where(here, lsr(old, 63), 0).to(tl.int32), axis=0)
+        taken = (lane & 0).to(tl.int64) + have
+        tl.atomic_max(ptr + REACHED, taken, mask=here & (lane == 0), sem="relaxed")
+        got = same & (rank >= 0) & (rank < have * slots)
+        at = divide(tl.where(got, rank, 0), slots)
+        page = first + at
+        slot = tl.where(got, rank, 0) - at * slots
+        granule = slot * (size >> 4)
+        ptr, _bit = live_bit(records, page, granule)
+        turn, bits = speak_for(granule, size >> 4, slot, slots - 1 - slot)
+        tl.atomic_or(ptr, bits, mask=got & (turn == 0), sem="relaxed")
+        addr = tl.where(got, address_of(load_base(heap), page, granule + seen), addr)
+        rank -= have * slots
+        count -= have * slots
+        more = (have > 0) & (slots <= count)
+    return addr
 
 
 @triton.jit
@@ -326,9 +347,7 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
             spans = span + (rank * 0).to(tl.int64)
             addr = claim_span(heap, spans, size, rank, same)
         elif is_block(nbytes):
-            if count >= slots_of(size):
-                n = tl.minimum(divide(count, slots_of(size)), 64)
-                addr = malloc_whole(heap, cls, same, rank, n)
+            addr = malloc_whole(heap, cls, same, rank, count)
         rest = rest & (addr == 0)
     if any_lane(rest):
         small = rest & small
@@ -347,12 +366,12 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
                 at = first_lane(small) & -GROUP
                 while at < nbytes.shape[0]:
                     kinds = tl.gather(tl.where(small, classes, -1), at + group, 0)
-                    part = malloc_mixed(heap, tl.maximum(kinds, 0), kinds >= 0, polls)
+                    part = malloc_mixed(heap, tl.maximum(kinds, 0), kinds >= 0, polls, whole=False)
                     mine = small & (lane >= at) & (lane < at + GROUP)
                     addr = tl.where(mine, tl.gather(part, tl.where(mine, lane - at, 0), 0), addr)
                     at = first_lane(small & (lane >= at + GROUP)) & -GROUP
             else:
-                more = malloc_mixed(heap, classes, small, polls)
+                more = malloc_mixed(heap, classes, small, polls, whole=has_groups())
                 addr = tl.where(small, more, addr)
             rest = rest & (addr == 0)
             at = first_lane(rest)

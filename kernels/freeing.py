@@ -7,7 +7,7 @@ from .addresses import locate, run_head
 from .atomics import atomic_load, fence
 from .bits import divide
 from .error_record import record_error
-from .groups import alike
+from .groups import GROUP, alike, has_groups
 from .lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick, width
 from .layout import (
     E_DOUBLE_FREE,
@@ -32,7 +32,7 @@ from .layout import (
 )
 from .lines import leave_account, leave_one, leave_pages, retire_run
 from .live import live_bit, speak_for, word_period
-from .magazines import put_span
+from .magazines import put_span, put_spans
 from .target import anew
 
 
@@ -119,8 +119,11 @@ def free_block(heap, records, magazines, addr, given, active, page, granule):
         turn, bits = speak_for(granule, unit, before, further)
         speaks = active & (turn == 0)
         counts = further + 1
-    if one_page:
-        word = atomic_load(page_word_ptr(records, page), lane == 0)
+    # (All lanes, as they may have come from one malloc.)
+    groups: tl.constexpr = has_groups() and width(active) <= GROUP
+    mixed = (together == 0) & (count == (width(active) if groups else -1))
+    if one_page | mixed:
+        word = atomic_load(page_word_ptr(records, page), lane < tl.where(mixed, count, 1))
     old = tl.atomic_and(ptr, bits ^ -1, mask=speaks, sem="relaxed")
     wrong = tl.where(speaks, (old & bits) ^ bits, 0)
     if any_lane((wrong != 0) | (given & (active == 0))):
@@ -133,6 +136,7 @@ def free_block(heap, records, magazines, addr, given, active, page, granule):
         active = active & (hit == 0)
         together = together != together
         one_page = together
+        mixed = together
         failed = given & (active == 0)
         at = first_lane(failed)
         while at < width(failed):
@@ -151,8 +155,14 @@ def free_block(heap, records, magazines, addr, given, active, page, granule):
     if kept == 0:
         speaks = active & (before == 0)
         if together == 0:
-            leader, _rank, counts, _upto = alike(page, active)
+            leader, rank, counts, upto = alike(page, active)
             speaks = active & (leader == lane)
+            if groups:
+                if mixed:
+                    group = leader, rank, counts, upto
+                    page, counts, speaks = put_spans(
+                        heap, magazines, page, granule, word, active, group
+                    )
         change = counts.to(tl.int64)
         ptr = page_word_ptr(records, page)
         now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change

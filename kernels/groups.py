@@ -14,6 +14,15 @@ import triton.language as tl
 from .lanes import lane_index
 from .target import has_ptx, is_interpreted
 
+# How many lanes of a block are served together.
+GROUP = tl.constexpr(32)
+
+
+@triton.constexpr_function
+def has_groups():
+    """Whether lanes form groups. On AMD every lane is one of its own."""
+    return has_ptx() or is_interpreted()
+
 
 @triton.constexpr_function
 def match(bits):
@@ -152,6 +161,6 @@ def last_start(upto, starts):
 @triton.jit
 def from_leader(values, leader):
     """In every lane, the value of the lane that leads its group."""
-    if has_ptx() or is_interpreted():
+    if has_groups():
         values = tl.gather(values, leader, 0)
     return values

@@ -108,7 +108,9 @@ def rank_of(flags):
             before = tl.sum(tl.where(flags, bit, 0), axis=0) & (bit - 1)
             rank = popcount(before.to(tl.int64) & 0xFFFFFFFF)
         else:
-            rank = tl.cumsum(flags.to(tl.int32), axis=0) - 1
+            rank = tl.arange(0, flags.shape[0])
+            if count_lanes(flags) < flags.shape[0]:
+                rank = tl.cumsum(flags.to(tl.int32), axis=0) - 1
     else:
         rank = tl.full((), 0, tl.int32)
     return rank

@@ -338,9 +338,10 @@ def load_magazines(heap):
 
 @triton.jit
 def magazine_ptr(magazines, cls):
-    """This program's magazine for class ``cls`` (int32 scalar); with :func:`load_magazines`."""
+    """This program's magazine for class ``cls`` (int32); with :func:`load_magazines`."""
     first, mask = magazines
-    return first + ((program_index() + cls * 677) & mask)
+    # (A program's lie side by side. An odd step: programs that want one class use all magazines.)
+    return first + ((program_index() * (NUM_CLASSES + 1) + cls) & mask)
 
 
 @triton.jit

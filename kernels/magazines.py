@@ -5,18 +5,24 @@ import triton.language as tl
 
 from .atomics import alone, fence
 from .bits import lsr
-from .lanes import pick
+from .groups import alike, from_leader, last_start
+from .lanes import any_lane, count_lanes, lane_index, pick
 from .layout import (
     ERRORS,
+    PAGE_BYTES,
     PAGE_MASK,
+    SLAB,
     SPAN_CLASS,
     SPAN_COUNT,
     SPANNED,
+    class_bytes,
     load_magazines,
     load_records,
     magazine_ptr,
+    page_class,
     page_word_ptr,
     span_count,
+    span_of,
 )
 from .lines import leave_account
 
@@ -71,3 +77,55 @@ def take_span(heap, cls, count):
     if (word != 0) & ((word >> SPAN_COUNT) != (wanted >> SPAN_COUNT)):
         word = release_span(heap, swap(ptr, word))
     return word
+
+
+@triton.jit
+def take_spans(heap, cls, counts, wants):
+    """In each lane of a block in ``wants`` the span of so many slots of class ``cls`` in the
+    magazine, or 0."""
+    ptr = magazine_ptr(load_magazines(heap), cls)
+    word = tl.atomic_xchg(ptr, (cls * 0).to(tl.int64), mask=wants, sem="relaxed")
+    word = tl.where(wants, word, 0)
+    wanted = (counts.to(tl.int64) << SPAN_COUNT) + ((cls + 1).to(tl.int64) << SPAN_CLASS)
+    fits = (word >> SPAN_COUNT) == (wanted >> SPAN_COUNT)
+    if any_lane((word != 0) & (fits == 0)):
+        release_spans(heap, word, (word != 0) & (fits == 0))
+    return tl.where(fits, word, 0)
+
+
+@triton.jit
+def put_spans(heap, magazines, page, granule, word, active, group):
+    """Put what the lanes of a block freed into magazines, where their slots follow one another in a
+    page; with the words of the pages, and groups (``alike``) by page. Returns ``(page, counts,
+    speaks)``: what now has to leave the accounts of pages, by which lanes: what was in the
+    magazines, or else what was freed."""
+    _leader, rank, counts, upto = group
+    lane = lane_index(page)
+    cls = page_class(word)
+    size = class_bytes(cls)
+    start = granule - rank * (size >> 4)
+    first = last_start(upto, rank == 0)
+    apart = start != from_leader(start, first)
+    orderly = last_start(upto, apart | (rank == 0)) == first
+    # (The last of a group sees them all.)
+    speaks = active & (rank == counts - 1)
+    kind, _rank, _counts, _upto = alike(cls, active, 6)
+    # Lanes of one class mostly are in one page, if all came from one malloc. Those of any list of
+    # addresses are not: they would leave single slots in magazines, and so keep many pages.
+    one_malloc = count_lanes(speaks) * 4 <= count_lanes(active & (kind == lane)) * 5
+    puts = speaks & orderly & ((word & SLAB) != 0)
+    puts = puts & (counts * size * 2 <= tl.where(one_malloc, PAGE_BYTES, 0))
+    span = span_of(page, start, counts, cls)
+    new = puts & ((word & SPANNED) == 0)
+    if any_lane(new):
+        ptr = page_word_ptr(load_records(heap), tl.where(new, page, 0))
+        seen = tl.atomic_or(ptr, (span & 0) + SPANNED, mask=new, sem="relaxed")
+        span += lsr(tl.where(new, seen, 0), 63)
+    old = tl.atomic_xchg(magazine_ptr(magazines, cls), span, mask=puts, sem="relaxed")
+    old = tl.where(puts, old, 0)
+    if any_lane(old != 0):
+        # What was done in these slots happens before what their pages' next owners do.
+        fence(heap + ERRORS, "acq_rel")
+    page = tl.where(puts, old & PAGE_MASK, page).to(tl.int32)
+    counts = tl.where(puts, span_count(old), counts)
+    return page, counts, tl.where(puts, old != 0, speaks)

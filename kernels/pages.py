@@ -9,7 +9,17 @@ import triton
 import triton.language as tl
 
 from .atomics import atomic_load
-from .bits import low_mask, lowest_bit, mix, next_bit, popcount, reciprocal, select_bit
+from .bits import (
+    floor_log2,
+    low_mask,
+    lowest_bit,
+    mix,
+    next_bit,
+    popcount,
+    reciprocal,
+    run_starts,
+    select_bit,
+)
 from .lanes import any_lane, lane_bits, lane_index, pick, rank_of
 from .layout import (
     PAGE_BYTES,
@@ -122,53 +132,54 @@ def find_pages(heap, want, page, old, front, width):
 
 
 @triton.jit
-def take_any(heap, need):
-    """Up to ``need`` pages (int32 scalar, at most 64) from anywhere: a block of 64, and how many of
-    its lanes, from the first on, have one each."""
+def take_adjacent(heap, need):
+    """Take adjacent pages of one chunk: ``need`` (int32 scalar, 1 to 64), or fewer if there are not
+    so many where it looks. Returns the first and how many, 0 if others always were there before."""
     lane = tl.arange(0, 64)
     words = free_row(heap)
     there = (load_pages(heap) + 63) >> 6
     chunks = load_chunks(heap)
     # One program after the other, from the front: if all is free there, no two of them meet.
-    guess = (program_index() & ((1 << 24) - 1)) * need
-    chunk = guess >> 6
+    step_log2 = floor_log2(need * 2 - 1)
+    index = program_index() & ((1 << 24) - 1)
+    chunk = index >> (6 - step_log2)
     chunk = tl.where(chunk < there, chunk, chunk % there)
-    low = tl.minimum(guess & 63, 64 - need)
-    mask = low_mask(need) << low.to(tl.int64)
-    pages = lane * 0
+    mask = low_mask(need) << ((index << step_log2) & 63).to(tl.int64)
+    first = need * 0
     have = need * 0
     tries = need * 0
-    while (have < need) & (tries < TRIES):
+    while (have == 0) & (tries < TRIES):
         chunk = tl.where(chunk >= chunks, chunk - chunks, chunk)
         old = tl.atomic_and(words + chunk, mask ^ -1, sem="relaxed")
-        won = old & mask
-        count = popcount(won)
-        mine = (lane >= have) & (lane < have + count)
-        bits = won + (lane & 0).to(tl.int64)
-        pages = tl.where(mine, chunk * 64 + select_bit(bits, tl.where(mine, lane - have, 0)), pages)
-        have += count
-        if have < need:
-            left = old & (mask ^ -1)
-            salt = mix(program_index() + tries * 977)
-            if left == 0:
-                # On to the next chunk with free pages, of the 64 that follow.
-                near = chunk + 1 + lane
-                near = tl.where(near < chunks, near, near % chunks)
-                found = atomic_load(words + near)
-                some = lane_bits(found != 0)
-                step = tl.minimum(lowest_bit(some), 63)
-                left = pick(found, step)
-                chunk = pick(near, step)
-            mask = left & 0
-            bit = salt & 63
-            more = have
-            while (more < need) & (mask != left):
-                bit = next_bit(left & (mask ^ -1), bit)
-                mask = mask | bit_of(bit)
-                bit = (bit + 1) & 63
-                more += 1
+        if (mask != 0) & ((old & mask) == mask):
+            first = chunk * 64 + lowest_bit(mask)
+            have = need
+        else:
+            tl.atomic_or(words + chunk, old & mask, sem="relaxed")
+            if tries == 0:
+                # What is free here are guesses of others, so on behind all these.
+                programs = tl.minimum(program_count(), 1 << 24).to(tl.int32)
+                chunk += (programs << step_log2 >> 6) + 1
+                chunk = tl.where(chunk < there, chunk, chunk % there)
+            else:
+                if old == 0:
+                    # On to the next chunk with free pages, of the 64 that follow.
+                    near = chunk + 1 + lane
+                    near = tl.where(near < chunks, near, near % chunks)
+                    found = atomic_load(words + near)
+                    some = lane_bits(found != 0)
+                    step = tl.minimum(lowest_bit(some), 63)
+                    old = pick(found, step)
+                    chunk = pick(near, step)
+                starts = run_starts(old, need)
+                while (starts == 0) & (old != 0):
+                    need = need >> 1
+                    starts = run_starts(old, need)
+                salt = mix(program_index() + tries * 977)
+                low = next_bit(tl.where(starts != 0, starts, 1), salt & 63)
+                mask = tl.where(starts != 0, low_mask(need) << low.to(tl.int64), 0)
         tries += 1
-    return pages, tl.minimum(have, need)
+    return first, have
 
 
 @triton.jit

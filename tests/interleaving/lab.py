@@ -40,6 +40,7 @@ from devalloc import Heap
 from devalloc.heap.geometry import Geometry
 from devalloc.kernels import allocation, freeing, layout
 from devalloc.kernels import pages as page_kernels
+from devalloc.kernels.lanes import lane_index
 from devalloc.kernels.magazines import release_span
 from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, PAGE_BYTES
 from devalloc.testing import Exhaustive, Interleaving, Launch, Report, Run, Strategy
@@ -95,6 +96,19 @@ def put_nothing(heap, records, magazines, cls, span, word):
 
 
 @triton.jit
+def take_no_spans(heap, cls, counts, wants):
+    """``take_spans`` without magazines."""
+    return (cls * 0).to(tl.int64)
+
+
+@triton.jit
+def put_no_spans(heap, magazines, page, granule, word, active, group):
+    """``put_spans`` without magazines."""
+    leader, _rank, counts, _upto = group
+    return page, counts, active & (leader == lane_index(page))
+
+
+@triton.jit
 def find_nothing(heap, nbytes, count):
     """``malloc_last`` without searches."""
     return nbytes * 0
@@ -110,7 +124,9 @@ def without(scenario: Scenario) -> Iterator[None]:
     if not scenario.magazines:
         changes += [
             (allocation, "take_span", take_nothing),
+            (allocation, "take_spans", take_no_spans),
             (freeing, "put_span", put_nothing),
+            (freeing, "put_spans", put_no_spans),
         ]
     if not scenario.searches:
         changes.append((allocation, "malloc_last", find_nothing))

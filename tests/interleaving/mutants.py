@@ -19,8 +19,8 @@ class Mutant:
 
 
 PROMISE_IN_MIXED = """\
-        granted = promise(heap, page, cls, users, slots, asks)
-        packed"""
+            granted = promise(heap, led, cls, users, slots, asks)
+            packed"""
 
 PUT = """\
         page_ptr = page_word_ptr(records, (span & PAGE_MASK).to(tl.int32))
@@ -71,8 +71,8 @@ ALL = (
     Mutant(
         name="kept_for_good",
         file="allocation.py",
-        old="    stop_keeping(heap, page, last)\n    # (",
-        new="    # (",
+        old="    stop_keeping(heap, page, last)\n    # Later",
+        new="    # Later",
         breaks="pages stay kept when their place is used up: each place needs a new one",
         scenario="used_up",
     ),
@@ -113,8 +113,8 @@ ALL = (
     Mutant(
         name="filled_by_a_store",
         file="allocation.py",
-        old="tl.atomic_add(ptr, state, mask=lane < have",
-        new="tl.atomic_xchg(ptr, state, mask=lane < have",
+        old="tl.atomic_add(ptr, state + (lane & 0).to(tl.int64), mask=here",
+        new="tl.atomic_xchg(ptr, state + (lane & 0).to(tl.int64), mask=here",
         breaks="the same in a page that a block fills",
         scenario="whole_pages_or_late_ticket",
     ),
@@ -137,8 +137,8 @@ ALL = (
     Mutant(
         name="claimed_without_a_promise",
         file="allocation.py",
-        old="good = got & (before < granted)",
-        new="good = got",
+        old="gets = got & (before < granted)",
+        new="gets = got",
         breaks="lanes take slots of pages that have no room for them",
         scenario="late_lanes",
     ),
@@ -147,12 +147,12 @@ ALL = (
         file="allocation.py",
         old=PROMISE_IN_MIXED,
         new="""\
-        ptr, bit = live_bit(records, tl.where(asks, page, 0), slot * (size >> 4))
-        early = tl.atomic_or(ptr, bit, mask=asks, sem="relaxed")
-        early = asks & ((early & bit) == 0)
-        granted = promise(heap, page, cls, users, slots, asks)
-        tl.atomic_and(ptr, bit ^ -1, mask=early, sem="relaxed")
-        packed""",
+            ptr, bit = live_bit(records, tl.where(asks, led, 0), slot * (size >> 4))
+            early = tl.atomic_or(ptr, bit, mask=asks, sem="relaxed")
+            early = asks & ((early & bit) == 0)
+            granted = promise(heap, led, cls, users, slots, asks)
+            tl.atomic_and(ptr, bit ^ -1, mask=early, sem="relaxed")
+            packed""",
         breaks="live bits are set in a page that has no room, is free or another class's",
         scenario="late_lanes",
     ),
@@ -221,6 +221,30 @@ ALL = (
         scenario="magazine_of_another_count",
     ),
     Mutant(
+        name="spans_put_over_others",
+        file="magazines.py",
+        old="tl.where(puts, old != 0, speaks)",
+        new="speaks & (puts == 0)",
+        breaks="the slots that were in the magazines of a block's classes are out for good",
+        scenario="magazine_of_two_classes",
+    ),
+    Mutant(
+        name="spans_taken_for_others",
+        file="magazines.py",
+        old="    fits = (word >> SPAN_COUNT) == (wanted >> SPAN_COUNT)\n",
+        new="    fits = word != 0\n",
+        breaks="slots of one class are handed out for another, in a block of several",
+        scenario="magazine_of_two_classes",
+    ),
+    Mutant(
+        name="spans_of_others_lost",
+        file="magazines.py",
+        old="    if any_lane((word != 0) & (fits == 0)):\n",
+        new="    if any_lane(word != word):\n",
+        breaks="what a block finds in magazines and cannot use is out for good",
+        scenario="magazine_of_two_classes",
+    ),
+    Mutant(
         name="block_pays_for_one",
         file="freeing.py",
         old="counts = further + 1",
@@ -239,8 +263,8 @@ ALL = (
     Mutant(
         name="void_places_stay",
         file="allocation.py",
-        old="    over = granted < counts\n",
-        new="    over = asks & (granted < counts)\n",
+        old="over = (granted < counts) |",
+        new="over = (asks & (granted < counts)) |",
         breaks="all tickets of a place that leads to no page fail, though there are pages by now",
         scenario="page_comes_back",
     ),

@@ -221,6 +221,27 @@ ALL = (
         ),
         plan=mostly(20),
     ),
+    # A block of two classes, for which there is one magazine.
+    Scenario(
+        "magazine_of_two_classes",
+        pages=4,
+        script=(
+            (malloc_two(0, WORD), free_lanes(0), malloc_two(0, WORD)),
+            (malloc(4, WORD), free(4), malloc(4, 2 * WORD)),
+        ),
+        plan=mostly(20),
+    ),
+    # ... and another block takes what it put aside, of other classes.
+    Scenario(
+        "magazines_of_other_classes",
+        pages=6,
+        magazines=64,
+        script=(
+            (malloc_two(0, WORD), free_lanes(0), malloc_two(0, 2 * WORD), free_lanes(0)),
+            (malloc_two(4, WORD), free_lanes(4), malloc_two(4, WORD)),
+        ),
+        plan=mostly(10),
+    ),
     # The slots in a magazine are the last of their page, whose other slots another program claims.
     Scenario(
         "magazine_or_claim",
@@ -277,19 +298,26 @@ ALL = (
         pages=2,
         magazines=0,
         script=(
-            (malloc(0, HALF), free(0)),
             (malloc(1, HALF), free(1), malloc_lanes(2, HALF), free_lanes(2)),
+            (malloc(0, HALF), free(0)),
         ),
         plan=(
             *directed(
-                Turn(0, "promise"),
-                Turn(1, "run_script", 5),
-                Turn(0, "pass_over"),
+                Turn(1, "promise"),
+                Turn(0, "run_script", 5),
+                Turn(1, "pass_over"),
+                Turn(0),
+                Turn(1),
+            ),
+            *directed(
+                Turn(1, "promise"),
+                Turn(0, "run_script", 4),
+                Turn(1, "pass_over", 3),
+                Turn(0, "run_script"),
                 Turn(1),
                 Turn(0),
             ),
-            *late(Turn(1, "run_script", 4), Turn(1, "run_script")),
-            *directed(Turn(0, "promise"), Turn(1, "malloc_whole"), Turn(0), Turn(1)),
+            *directed(Turn(1, "promise"), Turn(0, "malloc_whole"), Turn(1), Turn(0)),
             *mostly(20),
         ),
     ),
