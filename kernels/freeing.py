@@ -189,11 +189,12 @@ def free_block(heap, records, magazines, addr, given, active, page, granule):
 def free_any(heap, addr, active):
     """Free blocks at int64 addresses that malloc gave; 0 is ignored."""
     given = active & (addr != 0)
-    inside, page, granule = locate(heap, addr, given)
     records = load_records(heap)
     magazines = load_magazines(heap)
-    # What this program wrote happens before anything that the next owner does.
+    # What this program wrote happens before anything that the next owner does. (Here, so that the
+    # words above, which never change, are under way meanwhile.)
     fence(heap + ERRORS, "release")
+    inside, page, granule = locate(heap, addr, given)
     if is_block(active):
         free_block(heap, records, magazines, addr, given, inside, page, granule)
     elif given:

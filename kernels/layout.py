@@ -53,15 +53,16 @@ LIVE_WORDS = tl.constexpr(64)  # words of live bits per page: 4096 granules of 1
 NUM_CLASSES = tl.constexpr(38)
 MAX_SLOT = tl.constexpr(1 << 15)
 
-# Immutable words.
+# Immutable words. (A malloc from a magazine needs the first four and one more, those of two sectors
+# of 32 bytes, and loads both at one time.)
 MAGIC_WORD = tl.constexpr(0)
 BASE = tl.constexpr(1)
-STRIPES_AND_RING = tl.constexpr(2)
+MAGAZINES = tl.constexpr(2)
 PAGE_RECORDS = tl.constexpr(3)
 ROWS = tl.constexpr(4)
 PLACES = tl.constexpr(5)
 CHUNKS = tl.constexpr(6)
-MAGAZINES = tl.constexpr(7)
+STRIPES_AND_RING = tl.constexpr(7)
 MAGAZINE_MASK = tl.constexpr(8)
 PAGES = tl.constexpr(9)  # 0 in a heap that grows: see EXTENT
 IDLE = tl.constexpr(10)  # where the idle words begin, shifted; below that, their number less one

@@ -20,7 +20,7 @@ from .bits import (
     run_starts,
     select_bit,
 )
-from .lanes import any_lane, lane_bits, lane_index, pick, rank_of
+from .lanes import any_lane, first_lane, lane_bits, lane_index, pick, rank_of
 from .layout import (
     PAGE_BYTES,
     bit_of,
@@ -139,45 +139,49 @@ def take_adjacent(heap, need):
     words = free_row(heap)
     there = (load_pages(heap) + 63) >> 6
     chunks = load_chunks(heap)
-    # One program after the other, from the front: if all is free there, no two of them meet.
+    # One program after the other, from the front: if all is free there, no two of them meet. What a
+    # program finds there otherwise are guesses of others, so it also guesses behind all these.
     step_log2 = floor_log2(need * 2 - 1)
     index = program_index() & ((1 << 24) - 1)
-    chunk = index >> (6 - step_log2)
-    chunk = tl.where(chunk < there, chunk, chunk % there)
+    programs = tl.minimum(program_count(), 1 << 24).to(tl.int32)
+    at = (index >> (6 - step_log2)) + tl.where(lane == 0, 0, (programs << step_log2 >> 6) + 1)
+    guesses = (lane == 0) | ((lane == 1) & (at < there))
+    at = tl.where(at < there, at, at % there)
     mask = low_mask(need) << ((index << step_log2) & 63).to(tl.int64)
+    mask = tl.where(guesses, mask, 0)
     first = need * 0
     have = need * 0
     tries = need * 0
     while (have == 0) & (tries < TRIES):
-        chunk = tl.where(chunk >= chunks, chunk - chunks, chunk)
-        old = tl.atomic_and(words + chunk, mask ^ -1, sem="relaxed")
-        if (mask != 0) & ((old & mask) == mask):
-            first = chunk * 64 + lowest_bit(mask)
+        old = tl.atomic_and(words + at, mask ^ -1, mask=mask != 0, sem="relaxed")
+        old = tl.where(mask != 0, old, 0)
+        which = first_lane((mask != 0) & ((old & mask) == mask))
+        back = tl.where(lane == which, 0, old & mask)
+        tl.atomic_or(words + at, back, mask=back != 0, sem="relaxed")
+        if which < 64:
+            first = pick(at, which) * 64 + lowest_bit(pick(mask, which))
             have = need
         else:
-            tl.atomic_or(words + chunk, old & mask, sem="relaxed")
-            if tries == 0:
-                # What is free here are guesses of others, so on behind all these.
-                programs = tl.minimum(program_count(), 1 << 24).to(tl.int32)
-                chunk += (programs << step_log2 >> 6) + 1
-                chunk = tl.where(chunk < there, chunk, chunk % there)
-            else:
-                if old == 0:
-                    # On to the next chunk with free pages, of the 64 that follow.
-                    near = chunk + 1 + lane
-                    near = tl.where(near < chunks, near, near % chunks)
-                    found = atomic_load(words + near)
-                    some = lane_bits(found != 0)
-                    step = tl.minimum(lowest_bit(some), 63)
-                    old = pick(found, step)
-                    chunk = pick(near, step)
-                starts = run_starts(old, need)
-                while (starts == 0) & (old != 0):
-                    need = need >> 1
-                    starts = run_starts(old, need)
-                salt = mix(program_index() + tries * 977)
-                low = next_bit(tl.where(starts != 0, starts, 1), salt & 63)
-                mask = tl.where(starts != 0, low_mask(need) << low.to(tl.int64), 0)
+            chunk = pick(at, 1)
+            word = pick(old, 1)
+            if word == 0:
+                # On to the next chunk with free pages, of the 64 that follow.
+                near = chunk + 1 + lane
+                near = tl.where(near < chunks, near, near % chunks)
+                found = atomic_load(words + near)
+                some = lane_bits(found != 0)
+                step = tl.minimum(lowest_bit(some), 63)
+                word = pick(found, step)
+                chunk = pick(near, step)
+            starts = run_starts(word, need)
+            while (starts == 0) & (word != 0):
+                need = need >> 1
+                starts = run_starts(word, need)
+            salt = mix(program_index() + tries * 977)
+            low = next_bit(tl.where(starts != 0, starts, 1), salt & 63)
+            one = tl.where(starts != 0, low_mask(need) << low.to(tl.int64), 0)
+            at = lane * 0 + chunk
+            mask = tl.where(lane == 1, one, 0)
         tries += 1
     return first, have
 
