@@ -73,11 +73,7 @@ _BARRIERS = Patch("atomics.py", "    tl.debug_barrier()\n", "", times=2)
 _MALLOC = Patch(
     "allocation.py", '    fence(hint_ptr(heap), "acquire")\n', "    tl.debug_barrier()\n"
 )
-_FREE = Patch(
-    "freeing.py",
-    '    fence(heap + ERRORS, "release")\n    if is_block(active):',
-    "    tl.debug_barrier()\n    if is_block(active):",
-)
+_FREE = Patch("freeing.py", '    fence(heap + ERRORS, "release")\n', "    tl.debug_barrier()\n")
 
 WEAKENED: dict[str, tuple[Patch, ...]] = {
     "free-without-fence": (_FREE,),
