@@ -53,8 +53,8 @@ LIVE_WORDS = tl.constexpr(64)  # words of live bits per page: 4096 granules of 1
 NUM_CLASSES = tl.constexpr(38)
 MAX_SLOT = tl.constexpr(1 << 15)
 
-# Immutable words. (A malloc from a magazine needs the first four and one more, those of two sectors
-# of 32 bytes, and loads both at one time.)
+# Immutable words. (A malloc from a magazine needs three of the first four and MAGAZINE_MASK: two
+# sectors of 32 bytes, which it loads at one time.)
 MAGIC_WORD = tl.constexpr(0)
 BASE = tl.constexpr(1)
 MAGAZINES = tl.constexpr(2)
