@@ -8,23 +8,11 @@ programs add to them what they would like to have, and take it back.
 import triton
 import triton.language as tl
 
+from . import layout
 from .atomics import atomic_load
 from .bits import divide
 from .lanes import any_lane, is_block
-from .layout import (
-    PAGE_LOG2,
-    RUN,
-    SLAB,
-    address_of,
-    class_bytes,
-    load_base,
-    load_pages,
-    load_records,
-    page_class,
-    page_word_ptr,
-    place_of,
-    run_pages,
-)
+from .layout import PAGE_LOG2, RUN, SLAB
 from .live import live_bit
 from .payload import as_column
 
@@ -33,17 +21,17 @@ from .payload import as_column
 def locate(heap, addr, active):
     """``(inside, page, granule)``: whether it is an aligned address of the heap and the lane is
     active; its page and granule, or else 0 and 0."""
-    base = load_base(heap)
-    end = load_pages(heap).to(tl.uint64) << PAGE_LOG2
+    base = layout.load_base(heap)
+    end = layout.load_pages(heap).to(tl.uint64) << PAGE_LOG2
     # (As an unsigned number, what lies before the heap lies far behind it.)
     offset = (addr - base).to(tl.uint64, bitcast=True)
     inside = active & (offset < end) & ((addr & 15) == 0)
-    page, granule = place_of(base, tl.where(inside, addr, base))
+    page, granule = layout.place_of(base, tl.where(inside, addr, base))
     return inside, page, granule
 
 
 @triton.jit
-def run_head(records, page, seeks):
+def run_head(heap, page, seeks):
     """For the ``seeks`` lanes (or scalar), whose page words are of no kind: the page before that
     has a kind, or 0. If it is the first of a run, ``page`` may belong to that. (A search, of 64
     pages at a time.)"""
@@ -52,7 +40,7 @@ def run_head(records, page, seeks):
     while any_lane(seeks):
         before = as_column(head) - back
         there = (as_column(seeks.to(tl.int32)) != 0) & (before >= 0)
-        words = atomic_load(page_word_ptr(records, tl.maximum(before, 0)), there)
+        words = atomic_load(layout.page_word_ptr(heap, tl.maximum(before, 0)), there)
         found = tl.max(tl.where((words & (SLAB + RUN)) != 0, before, -1), axis=1)
         if is_block(head) == 0:
             found = tl.max(found, axis=0)
@@ -66,13 +54,14 @@ def usable_any(heap, addr, active):
     """Bytes (int64) that may be used at int64 addresses, a scalar or a block; 0 where no
     block is, and in inactive lanes."""
     inside, page, granule = locate(heap, addr, active)
-    records = load_records(heap)
-    ptr, bit = live_bit(records, page, granule)
+    ptr, bit = live_bit(layout.load_records(heap), page, granule)
     live = inside & ((atomic_load(ptr, inside) & bit) != 0)
-    ptr = page_word_ptr(records, page)
+    ptr = layout.page_word_ptr(heap, page)
     word = atomic_load(ptr, live)
-    nbytes = tl.where((word & SLAB) != 0, class_bytes(page_class(word)).to(tl.int64), 0)
-    return tl.where((word & RUN) != 0, run_pages(word) << PAGE_LOG2, nbytes)
+    nbytes = tl.where(
+        (word & SLAB) != 0, layout.class_bytes(layout.page_class(word)).to(tl.int64), 0
+    )
+    return tl.where((word & RUN) != 0, layout.run_pages(word) << PAGE_LOG2, nbytes)
 
 
 @triton.jit
@@ -81,11 +70,10 @@ def block_start(heap, addr, active):
     heap for addresses that are not the heap's, and in inactive lanes. (For the interpreter:
     see :func:`run_head`.)"""
     inside, page, granule = locate(heap, addr & -16, active)
-    records = load_records(heap)
-    word = atomic_load(page_word_ptr(records, page), inside)
-    size = class_bytes(page_class(word))
+    word = atomic_load(layout.page_word_ptr(heap, page), inside)
+    size = layout.class_bytes(layout.page_class(word))
     slab = (word & SLAB) != 0
     first = tl.where(slab, divide(granule << 4, size) * (size >> 4), 0)
     # Behind the first page of a run the page words are of no kind.
-    head = run_head(records, page, inside & ((word & (SLAB + RUN)) == 0))
-    return address_of(load_base(heap), head, first)
+    head = run_head(heap, page, inside & ((word & (SLAB + RUN)) == 0))
+    return layout.address_of(heap, head, first)

@@ -3,22 +3,12 @@
 import triton
 import triton.language as tl
 
+from . import lanes, layout
 from .atomics import alone, atomic_load, fence
 from .bits import divide, halves, join, lsr, mix
 from .error_record import record_error
 from .groups import GROUP, alike, from_leader, has_groups, last_start
 from .growing import ask_for_pages, load_answers
-from .lanes import (
-    any_lane,
-    count_lanes,
-    first_lane,
-    is_block,
-    lane_index,
-    pick,
-    pick_first,
-    rank_of,
-    width,
-)
 from .layout import (
     E_INVALID_ARGUMENT,
     E_OUT_OF_MEMORY,
@@ -29,60 +19,58 @@ from .layout import (
     PAGE_MASK,
     REACHED,
     SPAN_FIRST,
-    address_of,
-    class_bytes,
-    class_slots,
-    hint_ptr,
-    is_place,
-    line_ptr,
-    load_base,
-    load_places,
-    load_records,
-    page_word_ptr,
-    place_page,
-    place_ptr,
-    program_index,
-    size_class,
-    slab_word,
-    slots_of,
-    span_count,
-    span_of,
 )
-from .lines import (
-    await_places,
-    open_places,
-    pass_over,
-    promise,
-    stop_keeping,
-    ticket_place,
-)
-from .live import another, claim_others, heard, live_bit, speak_for
-from .magazines import take_span, take_spans
+from .lines import await_places, open_places, pass_over, promise, stop_keeping, ticket_place
+from .live import claim_others, heard, live_bit, speak_for
+from .magazines import take_spans
 from .pages import take_adjacent, window
 from .search import malloc_run, search_slots
-from .target import anew
 
 ROUNDS = tl.constexpr(8)  # tickets that a request draws before it searches
 LATE = tl.constexpr(-2)  # in place of a page: the place was not open in time
 
 
 @triton.jit
+def claim_span(heap, span, size, index, good, shared: tl.constexpr):
+    """Claim slots of spans for the ``good`` lanes: each has the ``index``-th of the span in its
+    lane (a scalar: one). ``shared``: no two lanes have one slot, so one lane can claim all of a
+    word. Addresses; 0 in other lanes."""
+    records = layout.load_records(heap)
+    page = tl.where(good, span & PAGE_MASK, 0).to(tl.int32)
+    granule = ((span >> SPAN_FIRST) & 0xFFF).to(tl.int32) + index * (size >> 4)
+    ptr, bits = live_bit(records, page, granule)
+    speaks = good
+    if shared:
+        turn, bits = speak_for(granule, size >> 4, index, layout.span_count(span) - 1 - index)
+        speaks = good & (turn == 0)
+    elif lanes.is_block(good) == 0:
+        ptr, speaks = alone(ptr, good.to(tl.int32))
+    old = tl.atomic_or(ptr, bits, mask=speaks, sem="relaxed")
+    wrong = tl.where(speaks, old & bits, 0)
+    if lanes.any_lane(wrong != 0):
+        # A program with a promise of other slots was there first: each lane still finds a slot.
+        lost = good
+        if shared:
+            lost = good & heard(page, granule, wrong)
+        elif lanes.is_block(good):
+            lost = wrong != 0
+        granule = claim_others(records, page, granule, size + granule * 0, lost)
+    return tl.where(good, layout.address_of(heap, page, granule), 0)
+
+
+@triton.jit
 def malloc_mixed(heap, cls, active, polls: tl.constexpr, whole: tl.constexpr):
     """Slots of classes ``cls`` for the active lanes: addresses, 0 where there is none. Only a whole
     block looks into magazines: they have what a whole one freed."""
-    lane = lane_index(cls)
+    lane = lanes.lane_index(cls)
     addr = (cls * 0).to(tl.int64)
     rounds = 0
-    given_heap = heap
-    given_cls = cls
-    while any_lane(active) & (rounds < ROUNDS):
-        heap = anew(given_heap)
-        cls = anew(given_cls)
-        size = class_bytes(cls)
-        slots = slots_of(size)
+    while lanes.any_lane(active) & (rounds < ROUNDS):
+        size = layout.class_bytes(cls)
+        slots = layout.slots_of(size)
         # (Early, and not each when it is needed: they come with the ticket.)
-        base = load_base(heap)
-        records = load_records(heap)
+        layout.load_base(heap)
+        layout.load_records(heap)
         leader, rank, count, upto = alike(cls, active, 6)
         leads = active & (leader == lane)
         span = (cls * 0).to(tl.int64)
@@ -91,22 +79,20 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr, whole: tl.constexpr):
         draws = leads & (span == 0)
         span = from_leader(span, leader)
         good = active & (span != 0)
-        page = tl.where(good, span & PAGE_MASK, 0).to(tl.int32)
-        granule = ((span >> SPAN_FIRST) & 0xFFF).to(tl.int32) + rank * (size >> 4)
+        index = rank
         bad = active & (good == 0)
-        if any_lane(draws):
-            places = load_places(heap)
-            line = line_ptr(heap, cls)
-            front = atomic_load(hint_ptr(heap) + lane * 0, lane == 0)
+        if lanes.any_lane(draws):
+            line = layout.line_ptr(heap, cls)
+            front = atomic_load(layout.hint_ptr(heap) + lane * 0, lane == 0)
             word = tl.atomic_add(line, -count.to(tl.int64), mask=draws, sem="relaxed")
             # (What an opener needs, computed while the ticket is under way.)
             area = window(heap, tl.sum(tl.where(active, size, 0), axis=0))
             word = from_leader(word, leader)
             place, slot = ticket_place(word, rank, slots)
             opens = bad & (slot == 0)
-            if any_lane(opens):
-                at = pick(front, 0).to(tl.int32)
-                open_places(heap, places, cls, slots, place, opens, at, area)
+            if lanes.any_lane(opens):
+                at = lanes.pick(front, 0).to(tl.int32)
+                open_places(heap, cls, slots, place, opens, at, area)
             # The lanes of half a place, whose tickets follow one another: the first reads the ring
             # and asks the page for all.
             middle = slots - (slots >> 1)
@@ -115,8 +101,8 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr, whole: tl.constexpr):
             users = before + tl.minimum(count - rank, tl.where(second, slots, middle) - slot)
             head = last_start(upto, before == 0)
             heads = bad & (before == 0)
-            state = await_places(place_ptr(heap, places, cls, place), place, heads, polls)
-            led = tl.where(is_place(state, place), place_page(state, second), LATE)
+            state = await_places(layout.place_ptr(heap, cls, place), place, heads, polls)
+            led = tl.where(layout.is_place(state, place), layout.place_page(state, second), LATE)
             asks = heads & (led >= 0)
             granted = promise(heap, led, cls, users, slots, asks)
             packed = from_leader(join(tl.where(heads, led, LATE), granted), head)
@@ -125,49 +111,22 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr, whole: tl.constexpr):
             gets = got & (before < granted)
             stop_keeping(heap, led, gets & (slot == slots - 1))
             bad = bad & (gets == 0)
-            if any_lane(bad):
+            if lanes.any_lane(bad):
                 # (Where a place leads to no page, later tickets had better lead to another place.)
                 over = tl.where(got, heads & (granted < users), bad)
                 # (Where there was no page, a search is next.)
                 bad = bad & (led != -1)
                 pass_over(heap, cls, led, place, users - granted, over)
-            page = tl.where(gets, led, page)
-            granule = tl.where(gets, slot * (size >> 4), granule)
+            start = (slot - before) * (size >> 4)
+            span = tl.where(gets, layout.span_of(led, start, granted, cls), span)
+            index = tl.where(gets, before, index)
             good = good | gets
-        ptr, bit = live_bit(records, page, granule)
-        old = tl.atomic_or(ptr, bit, mask=good, sem="relaxed")
-        lost = good & ((old & bit) != 0)
-        if any_lane(lost):
-            granule = tl.where(lost, another(old, granule, size), granule)
-            granule = claim_others(records, page, granule, size, lost)
-        addr = tl.where(good, address_of(base, page, granule), addr)
+        # (Several places may lead to one page, so two lanes may have one slot.)
+        claimed = claim_span(heap, span, size, index, good, shared=False)
+        addr = tl.where(good, claimed, addr)
         active = bad
         rounds += 1
     return addr
-
-
-@triton.jit
-def claim_span(heap, span, size, index, good):
-    """Claim slots of spans for the ``good`` lanes: each has the ``index``-th of the span in its
-    lane (a scalar: one). Addresses; 0 in other lanes."""
-    records = load_records(heap)
-    page = tl.where(good, span & PAGE_MASK, 0).to(tl.int32)
-    granule = ((span >> SPAN_FIRST) & 0xFFF).to(tl.int32) + index * (size >> 4)
-    ptr, bits = live_bit(records, page, granule)
-    if is_block(good):
-        turn, bits = speak_for(granule, size >> 4, index, span_count(span) - 1 - index)
-        speaks = good & (turn == 0)
-    else:
-        ptr, speaks = alone(ptr, good.to(tl.int32))
-    old = tl.atomic_or(ptr, bits, mask=speaks, sem="relaxed")
-    wrong = tl.where(speaks, old & bits, 0)
-    if any_lane(wrong != 0):
-        # A program with a promise of other slots was there first: each lane still finds a slot.
-        lost = good
-        if is_block(good):
-            lost = good & heard(page, granule, wrong)
-        granule = claim_others(records, page, granule, size + granule * 0, lost)
-    return tl.where(good, address_of(load_base(heap), page, granule), 0)
 
 
 @triton.jit(noinline=True)
@@ -176,12 +135,11 @@ def draw_spans(heap, cls, need, polls: tl.constexpr):
     up to three spans of slots, as many as the tickets were good for; of page PAGE_MASK if a ticket
     led to no page."""
     part = tl.arange(0, 4)
-    slots = class_slots(cls)
-    front = atomic_load(hint_ptr(heap) + part * 0, part == 0)
-    places = load_places(heap)
-    line = line_ptr(heap, cls) + part * 0
+    slots = layout.class_slots(cls)
+    front = atomic_load(layout.hint_ptr(heap) + part * 0, part == 0)
+    line = layout.line_ptr(heap, cls) + part * 0
     change = -need.to(tl.int64) + (part * 0).to(tl.int64)
-    word = pick(tl.atomic_add(line, change, mask=part == 0, sem="relaxed"), 0)
+    word = lanes.pick(tl.atomic_add(line, change, mask=part == 0, sem="relaxed"), 0)
     place, slot = ticket_place(word, need * 0, slots)
     # Half a place is a part.
     middle = slots - (slots >> 1)
@@ -196,12 +154,12 @@ def draw_spans(heap, cls, need, polls: tl.constexpr):
     place += ahead
     kind = cls + part * 0
     opens = (counts > 0) & (start == 0)
-    if any_lane(opens):
-        at = pick(front, 0).to(tl.int32)
-        area = window(heap, class_bytes(cls) * need)
-        open_places(heap, places, kind, slots + part * 0, place, opens, at, area)
-    state = await_places(place_ptr(heap, places, kind, place), place, counts > 0, polls)
-    page = tl.where(is_place(state, place), place_page(state, second), LATE)
+    if lanes.any_lane(opens):
+        at = lanes.pick(front, 0).to(tl.int32)
+        area = window(heap, layout.class_bytes(cls) * need)
+        open_places(heap, kind, slots + part * 0, place, opens, at, area)
+    state = await_places(layout.place_ptr(heap, kind, place), place, counts > 0, polls)
+    page = tl.where(layout.is_place(state, place), layout.place_page(state, second), LATE)
     asks = (counts > 0) & (page >= 0)
     granted = promise(heap, page, kind, counts, slots, asks)
     last = asks & (start + counts == slots)
@@ -210,11 +168,11 @@ def draw_spans(heap, cls, need, polls: tl.constexpr):
     # granted, or if this draw lies across two halves and could lie in one.
     even = (middle * 2 == slots) & (divide(middle, need) * need == middle)
     over = (granted < counts) | ((counts > 0) & (begin > tl.where(even, slot, PAGE_BYTES)))
-    if any_lane(over):
+    if lanes.any_lane(over):
         pass_over(heap, kind, page, place, counts - granted, over)
     page = tl.where(page == -1, PAGE_MASK, tl.maximum(page, 0)).to(tl.int32)
-    spans = span_of(page, start * (class_bytes(cls) >> 4), granted, kind)
-    return pick(spans, 0), pick(spans, 1), pick(spans, 2)
+    spans = layout.span_of(page, start * (layout.class_bytes(cls) >> 4), granted, kind)
+    return lanes.pick(spans, 0), lanes.pick(spans, 1), lanes.pick(spans, 2)
 
 
 @triton.jit
@@ -234,19 +192,20 @@ def malloc_alike(heap, cls, same, rank, need, polls: tl.constexpr):
         no_page = has_no_page(span) | has_no_page(second) | has_no_page(third)
         index = rank
         span += (rank * 0).to(tl.int64)
-        beyond = index >= span_count(span)
-        index = tl.where(beyond, index - span_count(span), index)
+        beyond = index >= layout.span_count(span)
+        index = tl.where(beyond, index - layout.span_count(span), index)
         span = tl.where(beyond, second, span)
-        beyond = beyond & (index >= span_count(span))
-        index = tl.where(beyond, index - span_count(span), index)
+        beyond = beyond & (index >= layout.span_count(span))
+        index = tl.where(beyond, index - layout.span_count(span), index)
         span = tl.where(beyond, third, span)
-        good = same & (index < span_count(span))
-        where = claim_span(heap, span, class_bytes(cls), index, good)
+        good = same & (index < layout.span_count(span))
+        size = layout.class_bytes(cls)
+        where = claim_span(heap, span, size, index, good, shared=lanes.is_block(good))
         addr = tl.where(good, where, addr)
         same = same & (good == 0)
-        need = count_lanes(same)
+        need = lanes.count_lanes(same)
         if need > 0:
-            rank = rank_of(same)
+            rank = lanes.rank_of(same)
         rounds = tl.where(no_page, ROUNDS, rounds + 1)
     return addr
 
@@ -259,15 +218,15 @@ def search_block(heap, nbytes, count):
     if nbytes > MAX_SLOT:
         addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
     elif nbytes > 0:
-        cls = size_class(nbytes.to(tl.int32))
+        cls = layout.size_class(nbytes.to(tl.int32))
         found = search_slots(heap, cls)
         if found >= 0:
-            size = class_bytes(cls)
-            slots = slots_of(size)
-            slot = (mix(program_index() + count) & 0x7FFF) * slots >> 15
+            size = layout.class_bytes(cls)
+            slots = layout.slots_of(size)
+            slot = (mix(layout.program_index() + count) & 0x7FFF) * slots >> 15
             granule = slot * (size >> 4)
-            granule = claim_others(load_records(heap), found, granule, size, found >= 0)
-            addr = address_of(load_base(heap), found, granule)
+            granule = claim_others(layout.load_records(heap), found, granule, size, found >= 0)
+            addr = layout.address_of(heap, found, granule)
     return addr
 
 
@@ -293,15 +252,16 @@ def malloc_whole(heap, cls, same, rank, count):
     are rare."""
     addr = (rank * 0).to(tl.int64)
     lane = tl.arange(0, 64)
-    records = load_records(heap)
-    size = class_bytes(cls)
-    slots = slots_of(size)
+    records = layout.load_records(heap)
+    size = layout.class_bytes(cls)
+    slots = layout.slots_of(size)
     more = slots <= count
+    most = tl.minimum(divide(slots * 0 + lanes.width(rank), slots), 64)
     while more:
-        first, have = take_adjacent(heap, tl.minimum(divide(count, slots), 64))
+        first, have = take_adjacent(heap, tl.minimum(divide(count, slots), 64), most)
         here = lane < have
-        ptr = page_word_ptr(records, tl.where(here, first + lane, first))
-        state = slab_word(cls, slots) + slots
+        ptr = layout.page_word_ptr(heap, tl.where(here, first + lane, first))
+        state = layout.slab_word(cls, slots) + slots
         old = tl.atomic_add(ptr, state + (lane & 0).to(tl.int64), mask=here, sem="relaxed")
         # (The addresses are made of what was there, so the fence of malloc comes behind it.)
         seen = tl.sum(tl.where(here, lsr(old, 63), 0).to(tl.int32), axis=0)
@@ -315,7 +275,7 @@ def malloc_whole(heap, cls, same, rank, count):
         ptr, _bit = live_bit(records, page, granule)
         turn, bits = speak_for(granule, size >> 4, slot, slots - 1 - slot)
         tl.atomic_or(ptr, bits, mask=got & (turn == 0), sem="relaxed")
-        addr = tl.where(got, address_of(load_base(heap), page, granule + seen), addr)
+        addr = tl.where(got, layout.address_of(heap, page, granule + seen), addr)
         rank -= have * slots
         count -= have * slots
         more = (have > 0) & (slots <= count)
@@ -326,83 +286,68 @@ def malloc_whole(heap, cls, same, rank, count):
 def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
     """Addresses of blocks for int64 sizes, a scalar or a block; 0 in other lanes."""
     small = active & (nbytes > 0) & (nbytes <= MAX_SLOT)
-    classes = size_class(tl.where(small, nbytes, 1).to(tl.int32))
-    cls = tl.maximum(pick_first(classes, small), 0)
+    classes = layout.size_class(tl.where(small, nbytes, 1).to(tl.int32))
+    cls = tl.max(classes, axis=0) if lanes.is_block(classes) else classes
     same = small & (classes == cls)
-    rank = rank_of(same)
-    count = count_lanes(same)
+    rank = lanes.rank_of(same)
+    count = lanes.count_lanes(same)
     addr = nbytes * 0
     rest = active & (nbytes != 0)
-    if count == count_lanes(small):
+    if count == lanes.count_lanes(small):
         span = tl.full((), 0, tl.int64)
-        size = class_bytes(cls)
+        size = layout.class_bytes(cls)
         # (More than half of a page is never in a magazine. One slot is at most that.)
-        if is_block(nbytes):
+        if lanes.is_block(nbytes):
             fits = (count > 0) & (count * size * 2 <= PAGE_BYTES)
         else:
             fits = small
         if fits:
-            span = take_span(heap, cls, count)
+            span = take_spans(heap, cls, count, count > 0)
         if span != 0:
             spans = span + (rank * 0).to(tl.int64)
-            addr = claim_span(heap, spans, size, rank, same)
-        elif is_block(nbytes):
+            # (A scalar is active, if there is a span.)
+            block: tl.constexpr = lanes.is_block(nbytes)
+            good = same if block else span != 0
+            addr = claim_span(heap, spans, size, rank, good, shared=block)
+        elif lanes.is_block(nbytes):
             addr = malloc_whole(heap, cls, same, rank, count)
         rest = rest & (addr == 0)
-    if any_lane(rest):
+    if lanes.any_lane(rest):
         small = rest & small
-        if is_block(nbytes):
-            left = count_lanes(small)
+        left = lanes.count_lanes(small)
+        mixed = left < 0
+        if lanes.is_block(nbytes):
             # (Of a block that fills more than 64 pages, more may be left than a page has slots.)
-            alone = (any_lane(small & (classes != cls)) == 0) & (left < class_slots(cls))
-            if alone:
-                if left > 0:
-                    more = malloc_alike(heap, cls, small, rank_of(small), left, polls)
-                    addr = tl.where(small, more, addr)
-            elif width(nbytes) > GROUP:
-                # A few lanes at a time: wider, this would decide how many registers it needs.
-                lane = lane_index(nbytes)
-                group = tl.arange(0, GROUP)
-                at = first_lane(small) & -GROUP
-                while at < nbytes.shape[0]:
-                    kinds = tl.gather(tl.where(small, classes, -1), at + group, 0)
-                    part = malloc_mixed(heap, tl.maximum(kinds, 0), kinds >= 0, polls, whole=False)
-                    mine = small & (lane >= at) & (lane < at + GROUP)
-                    addr = tl.where(mine, tl.gather(part, tl.where(mine, lane - at, 0), 0), addr)
-                    at = first_lane(small & (lane >= at + GROUP)) & -GROUP
-            else:
-                more = malloc_mixed(heap, classes, small, polls, whole=has_groups())
-                addr = tl.where(small, more, addr)
-            rest = rest & (addr == 0)
-            at = first_lane(rest)
-            given_heap = heap
-            asked = anew(nbytes)
-            small = rest & (asked > 0) & (asked <= MAX_SLOT)
-            classes = size_class(tl.where(small, asked, 1).to(tl.int32))
-            while at < width(rest):
-                heap = anew(given_heap)
-                # What one lane does not find, others of its class do not find either.
-                nth = tl.where(small, classes, NUM_CLASSES + lane_index(nbytes))
-                same = rest & (nth == pick(nth, at))
-                more = malloc_last(heap, pick(nbytes, at), count_lanes(same))
-                addr = tl.where(lane_index(rest) == at, more, addr)
-                rest = rest & tl.where(more == 0, same == 0, lane_index(rest) != at)
-                at = first_lane(rest)
-        else:
-            addr = malloc_scalar(heap, nbytes, polls)
+            others = lanes.any_lane(small & (classes != cls))
+            mixed = others | (left >= layout.class_slots(cls))
+        if mixed == 0:
+            more = malloc_alike(heap, cls, small, lanes.rank_of(small), left, polls)
+            addr = tl.where(small, more, addr)
+        elif lanes.width(nbytes) > GROUP:
+            # A few lanes at a time: wider, this would decide how many registers it needs.
+            lane = lanes.lane_index(nbytes)
+            group = tl.arange(0, GROUP)
+            at = lanes.first_lane(small) & -GROUP
+            while at < nbytes.shape[0]:
+                kinds = tl.gather(tl.where(small, classes, -1), at + group, 0)
+                part = malloc_mixed(heap, tl.maximum(kinds, 0), kinds >= 0, polls, whole=False)
+                mine = small & (lane >= at) & (lane < at + GROUP)
+                addr = tl.where(mine, tl.gather(part, tl.where(mine, lane - at, 0), 0), addr)
+                at = lanes.first_lane(small & (lane >= at + GROUP)) & -GROUP
+        elif lanes.is_block(nbytes):
+            more = malloc_mixed(heap, classes, small, polls, whole=has_groups())
+            addr = tl.where(small, more, addr)
+        rest = rest & (addr == 0)
+        at = lanes.first_lane(rest)
+        small = rest & small
+        while at < lanes.width(rest):
+            # What one lane does not find, others of its class do not find either.
+            nth = tl.where(small, classes, NUM_CLASSES + lanes.lane_index(nbytes))
+            same = rest & (nth == lanes.pick(nth, at))
+            last = malloc_last(heap, lanes.pick(nbytes, at), lanes.count_lanes(same))
+            addr = tl.where(lanes.lane_index(rest) == at, last, addr)
+            rest = rest & tl.where(last == 0, same == 0, lanes.lane_index(rest) != at)
+            at = lanes.first_lane(rest)
     # What the last owners did happens before anything that the caller does.
-    fence(hint_ptr(heap), "acquire")
-    return addr
-
-
-@triton.jit(noinline=True)
-def malloc_scalar(heap, nbytes, polls: tl.constexpr):
-    """:func:`malloc_any` for a scalar size that is not 0, when the magazine has nothing."""
-    addr = nbytes * 0
-    one = addr.to(tl.int32) + 1
-    if (nbytes > 0) & (nbytes <= MAX_SLOT):
-        cls = size_class(nbytes.to(tl.int32))
-        addr = malloc_alike(heap, cls, one == 1, one * 0, one, polls)
-    if addr == 0:
-        addr = malloc_last(heap, nbytes, one)
+    fence(layout.hint_ptr(heap), "acquire")
     return addr

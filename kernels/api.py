@@ -12,11 +12,11 @@ from .addresses import usable_any
 from .allocation import malloc_any
 from .debug.block_table import control_block, is_debug
 from .debug.guarded_calls import free_guarded, malloc_guarded, realloc_guarded, usable_guarded
+from .debug.pointers import raise_unsound, sound_or_aside
 from .freeing import free_any
 from .lanes import is_block
 from .layout import MAGIC, load_immutable
-from .payload import copy, fill_zero
-from .pointers import raise_unsound, sound_or_aside
+from .payload import fill
 from .target import is_interpreted, tell_host
 
 
@@ -121,7 +121,7 @@ def as_request(heap, x, mask):
     if is_block(x):
         tl.static_assert(as_long_as(mask, x), "a mask is a scalar or as long as the request")
     values, active = with_mask(x, mask)
-    return values + active.to(tl.int64) * 0, active
+    return values + active.to(tl.int64) * 0, of_heap(heap, active)
 
 
 @triton.jit
@@ -160,7 +160,6 @@ def malloc(heap, nbytes, mask=None, tag=0):
     """
     sizes, active = as_request(heap, nbytes, mask)
     tl.static_assert(is_tag(tag, sizes), "a tag is an integer, or one for each request")
-    active = of_heap(heap, active)
     if is_debug(heap):
         addr = malloc_guarded(control_block(heap), sizes, active, tag, False)
     else:
@@ -178,7 +177,6 @@ def free(heap, addr, mask=None):
     """
     tl.static_assert(as_long_as(mask, addr), "free: a mask is as long as addresses, or scalar")
     addrs, active = as_request(heap, addr, mask)
-    active = of_heap(heap, active)
     if is_debug(heap):
         free_guarded(control_block(heap), addrs, active)
     else:
@@ -191,7 +189,6 @@ def usable_size(heap, addr, mask=None):
     is there. In a debug heap exactly what was asked for. Two atomics side by side; changes
     nothing."""
     addrs, active = as_request(heap, addr, mask)
-    active = of_heap(heap, active)
     if is_debug(heap):
         size = usable_guarded(control_block(heap), addrs, active & (addrs != 0))
     else:
@@ -204,12 +201,11 @@ def zeros(heap, nbytes, mask=None, tag=0):
     """:func:`malloc` of memory that is zero."""
     sizes, active = as_request(heap, nbytes, mask)
     tl.static_assert(is_tag(tag, sizes), "a tag is an integer, or one for each request")
-    active = of_heap(heap, active)
     if is_debug(heap):
         addr = malloc_guarded(control_block(heap), sizes, active, tag, True)
     else:
         addr = malloc_any(heap, sizes, active)
-        fill_zero(addr, tl.where(addr != 0, sizes, 0))
+        fill(addr, tl.where(addr != 0, sizes, 0))
     return addr
 
 
@@ -231,7 +227,6 @@ def realloc(heap, addr, nbytes, mask=None, tag=None):
     sizes, active = as_request(heap, nbytes + old * 0, mask)
     if tag is not None:
         tl.static_assert(is_tag(tag, sizes), "a tag is an integer, or one for each request")
-    active = of_heap(heap, active)
     if is_debug(heap):
         new = realloc_guarded(control_block(heap), old + sizes * 0, sizes, active, tag)
     else:
@@ -246,7 +241,7 @@ def realloc_any(heap, addr, nbytes, active):
     stays = known & (nbytes > 0) & (nbytes <= have)
     moves = known & (stays == 0) & (nbytes != 0)
     new = malloc_any(heap, nbytes, moves)
-    copy(addr, new, tl.where(new != 0, tl.minimum(have, nbytes), 0))
+    fill(new, tl.where(new != 0, tl.minimum(have, nbytes), 0), addr)
     free_any(heap, addr, active & ((new != 0) | (nbytes == 0) | (known == 0)))
     return tl.where(stays, addr, new)
 

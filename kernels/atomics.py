@@ -51,30 +51,14 @@ def atomic_load(ptr, mask=None):
     return value
 
 
-@triton.constexpr_function
-def load_instructions(n):
-    """The PTX of :func:`load_beside`: all loads, before anything waits for one."""
-    declare = "".join(f".reg .b64 word{i};" for i in range(n))
-    load = "".join(f"ld.relaxed.gpu.global.b64 word{i}, [$1+{8 * i}];" for i in range(n))
-    look = "".join(f"setp.ne.s64 has, word{i}, 0; @has or.b32 $0, $0, {1 << i};" for i in range(n))
-    return f"{{ .reg .pred has; {declare} {load} mov.b32 $0, 0; {look} }}"
-
-
 @triton.jit
 def load_beside(ptr, looks, n: tl.constexpr):
     """Which of the ``n`` words from each lane's ``ptr`` on are not 0: a bit for each (int32); none
-    for lanes that do not look, but these may load, too. All loads are under way at one time. (Were
-    each masked, it would take registers, or the assembler has them wait for one another.) Near the
-    end of an array, what comes behind it in the state is loaded, too: the caller masks that."""
-    if has_ptx() and num_warps() == 1 and width(ptr) >= 32:
-        seen = tl.inline_asm_elementwise(
-            load_instructions(n), "=&r,l", [ptr], dtype=tl.int32, is_pure=False, pack=1
-        )
-        seen = tl.where(looks, seen, 0)
-    else:
-        seen = (ptr.to(tl.int64) & 0).to(tl.int32)
-        for step in tl.static_range(n):
-            seen = seen | tl.where(atomic_load(ptr + step, looks) != 0, 1 << step, 0)
+    for lanes that do not look, but these may load, too. All loads are under way at one time. Near
+    the end of an array, what comes behind it in the state is loaded, too: the caller masks that."""
+    seen = (ptr.to(tl.int64) & 0).to(tl.int32)
+    for step in tl.static_range(n):
+        seen = seen | tl.where(atomic_load(ptr + step, looks) != 0, 1 << step, 0)
     return seen
 
 

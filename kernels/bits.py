@@ -38,17 +38,11 @@ def join(high, low):
 @triton.jit
 def popcount(x):
     """Number of set bits of int64 ``x``, as int32."""
-    if has_ptx():
-        # (LLVM recognises the idiom below, but compiling it a dozen times takes its time.)
-        count = tl.inline_asm_elementwise(
-            "popc.b64 $0, $1;", "=r,l", [x], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        x = x - (lsr(x, 1) & 0x5555555555555555)
-        x = (x & 0x3333333333333333) + (lsr(x, 2) & 0x3333333333333333)
-        x = (x + lsr(x, 4)) & 0x0F0F0F0F0F0F0F0F
-        count = lsr(x * 0x0101010101010101, 56).to(tl.int32)
-    return count
+    # (NVIDIA's compiler knows this, and has one instruction for it.)
+    x = x - (lsr(x, 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + (lsr(x, 2) & 0x3333333333333333)
+    x = (x + lsr(x, 4)) & 0x0F0F0F0F0F0F0F0F
+    return lsr(x * 0x0101010101010101, 56).to(tl.int32)
 
 
 @triton.jit
@@ -74,23 +68,6 @@ def shift_left(x, n):
 def low_mask(n):
     """Word with the ``n`` lowest bits set, ``n`` an int32 tensor in [0, 64]."""
     return shift_left((n * 0).to(tl.int64) + 1, n) - 1
-
-
-@triton.jit
-def select_bit(x, r):
-    """Index (int32) of the ``r``-th set bit of ``x``, counted from 0; needs r < popcount(x).
-
-    A binary search of six steps. (A loop: unrolled it would be most of the code of a malloc.)
-    """
-    pos = r * 0
-    width = tl.full((), 32, tl.int64)
-    while width > 0:
-        below = popcount(lsr(x, pos.to(tl.int64)) & ((width * 0 + 1 << width) - 1))
-        skip = r >= below
-        pos = tl.where(skip, pos + width.to(tl.int32), pos)
-        r = tl.where(skip, r - below, r)
-        width = width >> 1
-    return pos
 
 
 @triton.jit
@@ -130,50 +107,21 @@ def run_starts(x, n):
 
 
 @triton.jit
-def reciprocal(x):
-    """1 / x of a float in [1, 2**24), with a relative error of at most 2**-23.
-
-    One instruction on CUDA; a division would also have to be right for very small and large ``x``.
-    """
-    if has_ptx():
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        inverse = 1.0 / x
-    return inverse
-
-
-@triton.jit
 def divide(x, d):
     """``x // d`` for int32 ``x`` in [0, 2**18) and ``d`` in [1, 2**16), by a float reciprocal.
 
     (x + 1/2) / d is at least 1 / (2 d) away from any integer, and its computed value is off by at
     most 2**18 / d * 2**-21. A fifth of the instructions of an integer division.
     """
+    d = d.to(tl.float32)
     if has_ptx():
-        # The same as one operation: it is inlined in dozens of places, which costs compile time.
-        quotient = tl.inline_asm_elementwise(
-            """
-            {
-                .reg .f32 number, inverse;
-                cvt.rn.f32.s32 number, $1;
-                add.rn.f32 number, number, 0f3F000000;
-                cvt.rn.f32.s32 inverse, $2;
-                rcp.approx.ftz.f32 inverse, inverse;
-                mul.rn.f32 number, number, inverse;
-                cvt.rzi.s32.f32 $0, number;
-            }
-            """,
-            "=r,r,r",
-            [x, d],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
+        # (A division would also have to be right for very small and large ``d``.)
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        quotient = ((x.to(tl.float32) + 0.5) * reciprocal(d.to(tl.float32))).to(tl.int32)
-    return quotient
+        inverse = 1.0 / d
+    return ((x.to(tl.float32) + 0.5) * inverse).to(tl.int32)
 
 
 @triton.jit

@@ -3,36 +3,17 @@
 import triton
 import triton.language as tl
 
+from . import layout
 from .addresses import locate, run_head
 from .atomics import atomic_load, fence
 from .bits import divide
 from .error_record import record_error
 from .groups import GROUP, alike, has_groups
 from .lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick, width
-from .layout import (
-    E_DOUBLE_FREE,
-    E_INVALID_FREE,
-    ERRORS,
-    FREES,
-    HINT_STRIDE,
-    OUT_MASK,
-    RUN,
-    SLAB,
-    bit_of,
-    class_bytes,
-    free_row,
-    hint_ptr,
-    load_magazines,
-    load_records,
-    page_class,
-    page_word_ptr,
-    run_pages,
-    slots_of,
-    span_of,
-)
+from .layout import E_DOUBLE_FREE, E_INVALID_FREE, ERRORS, FREES, HINT_STRIDE, OUT_MASK, RUN, SLAB
 from .lines import leave_account, leave_one, leave_pages, retire_run
-from .live import live_bit, speak_for, word_period
-from .magazines import put_span, put_spans
+from .live import heard, live_bit, speak_for
+from .magazines import put_spans, spans_of_block
 from .target import anew
 
 
@@ -41,17 +22,17 @@ def report_wrong(heap, addr):
     """Record that ``addr`` (int64 scalar), which is not 0, was freed though no block is there: a
     double free if a block could have begun there, or else an invalid one. Returns 0."""
     inside, page, granule = locate(heap, addr, addr != 0)
-    word = atomic_load(page_word_ptr(load_records(heap), page))
-    size = class_bytes(page_class(word))
+    word = atomic_load(layout.page_word_ptr(heap, page))
+    size = layout.class_bytes(layout.page_class(word))
     slot = divide(granule << 4, size)
-    begins = ((word & SLAB) != 0) & (slot * size == granule << 4) & (slot < slots_of(size))
+    begins = ((word & SLAB) != 0) & (slot * size == granule << 4) & (slot < layout.slots_of(size))
     double = begins | (((word & RUN) != 0) & (granule == 0))
     if inside & ((word & (SLAB + RUN)) == 0):
         # The page is free, or on its way between owners, if it is not inside of a run.
-        taken = (atomic_load(free_row(heap) + (page >> 6)) & bit_of(page)) == 0
-        head = run_head(load_records(heap), page, taken)
-        before = atomic_load(page_word_ptr(load_records(heap), head))
-        double = ((before & RUN) == 0) | (page - head >= run_pages(before))
+        taken = (atomic_load(layout.free_row(heap) + (page >> 6)) & layout.bit_of(page)) == 0
+        head = run_head(heap, page, taken)
+        before = atomic_load(layout.page_word_ptr(heap, head))
+        double = ((before & RUN) == 0) | (page - head >= layout.run_pages(before))
     kind = tl.where(inside & double, E_DOUBLE_FREE, E_INVALID_FREE)
     record_error(heap, kind + 0, addr, addr * 0, kind * 0 + 1)
     return kind * 0
@@ -62,7 +43,7 @@ def count_frees(heap, count):
     """Count ``count`` (int32 scalar) blocks that were freed."""
     # (As a block of different addresses: for one, the assembler adds code to collect lanes.)
     lane = tl.arange(0, 32)
-    ptr = hint_ptr(anew(heap)) + FREES + lane * HINT_STRIDE
+    ptr = layout.hint_ptr(anew(heap)) + FREES + lane * HINT_STRIDE
     tl.atomic_add(ptr, count.to(tl.int64), mask=lane == 0, sem="relaxed")
 
 
@@ -72,16 +53,16 @@ def free_scalar(heap, records, magazines, addr, inside, page, granule):
     lane = tl.arange(0, 32)
     bit_ptr, bit = live_bit(records, page, granule)
     # The live bit and the page word, in one round trip to memory.
-    ptr = tl.where(lane == 0, bit_ptr, page_word_ptr(records, page))
+    ptr = tl.where(lane == 0, bit_ptr, layout.page_word_ptr(heap, page))
     change = tl.where(lane < inside.to(tl.int32), bit ^ -1, -1)
     old = tl.atomic_and(ptr, change, mask=lane < 2, sem="relaxed")
     word = pick(old, 1)
     if inside & any_lane((lane == 0) & ((old & bit) != 0)):
         count_frees(heap, page * 0 + 1)
         if (word & SLAB) != 0:
-            cls = page_class(word)
-            span = span_of(page, granule, page * 0 + 1, cls)
-            put_span(heap, records, magazines, cls, span, word)
+            cls = layout.page_class(word)
+            span = layout.span_of(page, granule, page * 0 + 1, cls)
+            put_spans(heap, magazines, cls, span, word, inside)
         elif retire_run(heap, page, (word & (-1 - OUT_MASK)) + 1, owner=True) == 0:
             # (Another program has come to the run's word by mistake.)
             leave_one(heap, page)
@@ -93,7 +74,6 @@ def free_scalar(heap, records, magazines, addr, inside, page, granule):
 def free_block(heap, records, magazines, addr, given, active, page, granule):
     """free of a block. The ``active`` lanes of those ``given`` lie in the heap."""
     ptr, bit = live_bit(records, page, granule)
-    counts = granule * 0 + 1
     lane = lane_index(active)
     count = count_lanes(active)
     first_page = pick(page, 0)
@@ -106,33 +86,27 @@ def free_block(heap, records, magazines, addr, given, active, page, granule):
     orderly = (active == (lane < count)) & ((active == 0) | there)
     together = (count > 0) & (unit > 0) & (unit <= 2048)
     together = together & (count_lanes(orderly) == active.shape[0])
-    before = granule * 0
-    further = before
-    speaks = active
-    bits = bit
     word = bit & 0
     # (That of the first page, for the magazine.)
     one_page = together & (first + count * unit <= 4096) & (count * unit <= 2048)
-    if together:
-        before = tl.minimum(lane, divide(granule, unit))
-        further = tl.minimum(count - 1 - lane, divide(4095 - granule, unit))
-        turn, bits = speak_for(granule, unit, before, further)
-        speaks = active & (turn == 0)
-        counts = further + 1
+    # (One lane for several slots only if they all are in order.)
+    unit = tl.where(together, unit, 4096)
+    before = tl.where(together, tl.minimum(lane, divide(granule, unit)), 0)
+    further = tl.where(together, tl.minimum(count - 1 - lane, divide(4095 - granule, unit)), 0)
+    turn, bits = speak_for(granule, unit, before, further)
+    speaks = active & (turn == 0)
+    counts = further + 1
     # (All lanes, as they may have come from one malloc.)
     groups: tl.constexpr = has_groups() and width(active) <= GROUP
     mixed = (together == 0) & (count == (width(active) if groups else -1))
     if one_page | mixed:
-        word = atomic_load(page_word_ptr(records, page), lane < tl.where(mixed, count, 1))
+        word = atomic_load(layout.page_word_ptr(heap, page), lane < tl.where(mixed, count, 1))
     old = tl.atomic_and(ptr, bits ^ -1, mask=speaks, sem="relaxed")
     wrong = tl.where(speaks, (old & bits) ^ bits, 0)
     if any_lane((wrong != 0) | (given & (active == 0))):
         hit = wrong != 0
         if together:
-            # (For each word the first of its consecutive slots has spoken.)
-            period_log2, _apart = word_period(unit)
-            speaker = lane - (before >> period_log2 << period_log2)
-            hit = (tl.gather(wrong, speaker, 0) & bit) != 0
+            hit = heard(page, granule, wrong)
         active = active & (hit == 0)
         together = together != together
         one_page = together
@@ -146,11 +120,11 @@ def free_block(heap, records, magazines, addr, given, active, page, granule):
     kept = first < 0
     if one_page:
         state = pick(word, 0)
-        cls = page_class(state)
-        alike_slots = (count == 1) | (class_bytes(cls) == unit << 4)
+        cls = layout.page_class(state)
+        alike_slots = (count == 1) | (layout.class_bytes(cls) == unit << 4)
         if ((state & SLAB) != 0) & alike_slots:
-            span = span_of(first_page, first, count, cls)
-            put_span(heap, records, magazines, cls, span, state)
+            span = layout.span_of(first_page, first, count, cls)
+            put_spans(heap, magazines, cls, span, state, first >= 0)
             kept = first >= 0
     if kept == 0:
         speaks = active & (before == 0)
@@ -160,11 +134,11 @@ def free_block(heap, records, magazines, addr, given, active, page, granule):
             if groups:
                 if mixed:
                     group = leader, rank, counts, upto
-                    page, counts, speaks = put_spans(
-                        heap, magazines, page, granule, word, active, group
-                    )
+                    span, puts = spans_of_block(page, granule, word, active, group)
+                    put_spans(heap, magazines, layout.page_class(word), span, word, puts)
+                    speaks = speaks & (puts == 0)
         change = counts.to(tl.int64)
-        ptr = page_word_ptr(records, page)
+        ptr = layout.page_word_ptr(heap, page)
         now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change
         if together & (first + count * unit > 4096):
             # The pages follow one another: a few lanes retire them.
@@ -189,8 +163,8 @@ def free_block(heap, records, magazines, addr, given, active, page, granule):
 def free_any(heap, addr, active):
     """Free blocks at int64 addresses that malloc gave; 0 is ignored."""
     given = active & (addr != 0)
-    records = load_records(heap)
-    magazines = load_magazines(heap)
+    records = layout.load_records(heap)
+    magazines = layout.load_magazines(heap)
     # What this program wrote happens before anything that the next owner does. (Here, so that the
     # words above, which never change, are under way meanwhile.)
     fence(heap + ERRORS, "release")

@@ -14,10 +14,10 @@ import triton.language as tl
 
 from .api import usable_size
 from .debug.block_table import control_block
+from .debug.pointers import BY_GATHER, BY_SCATTER, report_pointers
 from .error_record import record_error
 from .lanes import any_lane, count_lanes, first_lane, pick
 from .layout import E_INVALID_ARGUMENT, IN_ROWS
-from .pointers import BY_GATHER, BY_SCATTER, report_pointers
 
 
 @triton.jit

@@ -29,7 +29,8 @@ def match(bits):
     """PTX: ``same`` becomes the set of the threads whose key ($4) is this thread's.
 
     ``match.any`` takes 12 cycles for each key among the threads of a warp, and keeps other warps
-    from doing the same: with 32 keys, 380 to 1500. A ballot for each bit of the keys takes 35.
+    from doing the same: with 32 keys, 380 to 1500. A ballot for each bit of the keys takes 35 if
+    there are six, and more than ``match.any`` if there are 23.
     """
     if bits == 0:
         return "match.any.sync.b32 same, $4, 0xffffffff;"
@@ -83,10 +84,10 @@ def alike_instructions(bits):
 @triton.jit
 def alike(keys, active, bits: tl.constexpr = 0):
     """Groups of ``active`` lanes of a block whose int32 ``keys``, at least 0, are equal. If it is
-    known that the keys are below 2 ** ``bits``, this takes a fraction of the time.
+    known that the keys are below 2 ** ``bits``, and these few, this takes a fraction of the time.
 
     Returns ``(leader, rank, count, upto)`` per active lane (int32): the lane that leads its group,
-    which is one of the group; how many of the group come before this lane; how many there are; and
+    the last of the group; how many of the group come before this lane; how many there are; and
     for :func:`last_start` which come up to this lane. What inactive lanes get means nothing. On AMD
     every lane is a group of its own.
     """
@@ -103,19 +104,15 @@ def alike(keys, active, bits: tl.constexpr = 0):
         )
     elif is_interpreted():
         # As on a device: 32 lanes at a time.
-        side: tl.constexpr = min(keys.shape[0], 32)
-        rows: tl.constexpr = keys.shape[0] // side
-        key = tl.reshape(key, (rows, side))
-        here = tl.reshape(lane, (rows, side))
-        same = (key[:, :, None] == key[:, None, :]).to(tl.int32)
-        before = (here[:, None, :] < here[:, :, None]).to(tl.int32)
-        leads = tl.min(tl.where(same != 0, here[:, None, :], keys.shape[0]), axis=2)
-        leader = tl.reshape(leads, (keys.shape[0],))
-        rank = tl.reshape(tl.sum(same * before, axis=2), (keys.shape[0],))
-        count = tl.reshape(tl.sum(same, axis=2), (keys.shape[0],))
-        bit = (here * 0 + 1) << (here & 31)
-        upto = tl.sum(same * before * bit[:, None, :], axis=2) + bit
-        upto = tl.reshape(upto.to(tl.int32), (keys.shape[0],))
+        rows: tl.constexpr = (keys.shape[0] // min(keys.shape[0], 32), min(keys.shape[0], 32))
+        key = tl.reshape(key, rows)
+        here = tl.reshape(lane, rows)[:, None, :]
+        same = key[:, :, None] == key[:, None, :]
+        sofar = same & (here <= tl.reshape(lane, rows)[:, :, None])
+        leader = tl.ravel(tl.max(tl.where(same, here, -1), axis=2))
+        rank = tl.ravel(tl.sum(sofar.to(tl.int32), axis=2)) - 1
+        count = tl.ravel(tl.sum(same.to(tl.int32), axis=2))
+        upto = tl.ravel(tl.sum(tl.where(sofar, 1 << (here & 31), 0), axis=2))
     else:
         leader = lane
         rank = lane * 0
@@ -149,12 +146,8 @@ def last_start(upto, starts):
             pack=1,
         )
     elif is_interpreted():
-        side: tl.constexpr = min(upto.shape[0], 32)
-        rows: tl.constexpr = upto.shape[0] // side
-        here = tl.reshape(lane, (rows, side))
-        there = tl.reshape(upto, (rows, side))[:, :, None] >> (here & 31)[:, None, :]
-        there = (there & tl.reshape(starts.to(tl.int32), (rows, side))[:, None, :] & 1) != 0
-        lane = tl.reshape(tl.max(tl.where(there, here[:, None, :], 0), axis=2), (upto.shape[0],))
+        there = (upto[:, None] >> lane[None, :]) & starts.to(tl.int32)[None, :] & 1
+        lane = tl.max(tl.where(there != 0, lane[None, :], 0), axis=1)
     return lane
 
 

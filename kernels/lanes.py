@@ -10,7 +10,7 @@ instruction that reduces 32 bits over a warp; 64 take five exchanges, each waiti
 import triton
 import triton.language as tl
 
-from .bits import halves, join, popcount
+from .bits import halves, join
 
 
 @triton.constexpr_function
@@ -78,18 +78,6 @@ def pick(values, lane):
 
 
 @triton.jit
-def pick_first(values, flags):
-    """The value, in [0, 64), in the first flagged lane of a block; -1 if none is flagged."""
-    if is_block(values):
-        key = tl.where(flags, lane_index(values) * 64 + values, width(values) * 64)
-        least = tl.min(key, axis=0)
-        value = tl.where(least < width(values) * 64, least & 63, -1)
-    else:
-        value = tl.where(flags, values, -1)
-    return value
-
-
-@triton.jit
 def lane_bits(flags):
     """The flags of a block of 64 lanes as the bits of one word."""
     lane = tl.arange(0, 64)
@@ -101,16 +89,8 @@ def lane_bits(flags):
 @triton.jit
 def rank_of(flags):
     """How many lanes before this one are flagged too (int32); meaningless where not flagged."""
+    rank = lane_index(flags)
     if is_block(flags):
-        if flags.shape[0] <= 32:
-            lane = tl.arange(0, flags.shape[0])
-            bit = (lane & 0) + 1 << lane
-            before = tl.sum(tl.where(flags, bit, 0), axis=0) & (bit - 1)
-            rank = popcount(before.to(tl.int64) & 0xFFFFFFFF)
-        else:
-            rank = tl.arange(0, flags.shape[0])
-            if count_lanes(flags) < flags.shape[0]:
-                rank = tl.cumsum(flags.to(tl.int32), axis=0) - 1
-    else:
-        rank = tl.full((), 0, tl.int32)
+        if count_lanes(flags) < flags.shape[0]:
+            rank = tl.cumsum(flags.to(tl.int32), axis=0) - 1
     return rank

@@ -53,21 +53,21 @@ LIVE_WORDS = tl.constexpr(64)  # words of live bits per page: 4096 granules of 1
 NUM_CLASSES = tl.constexpr(38)
 MAX_SLOT = tl.constexpr(1 << 15)
 
-# Immutable words. (A malloc from a magazine needs three of the first four and MAGAZINE_MASK: two
-# sectors of 32 bytes, which it loads at one time.)
+# Immutable words. (What is needed together shares a sector of 32 bytes: of a malloc from a magazine
+# three of the first four, with MAGAZINE_MASK; of a run those from PAGES on.)
 MAGIC_WORD = tl.constexpr(0)
 BASE = tl.constexpr(1)
 MAGAZINES = tl.constexpr(2)
 PAGE_RECORDS = tl.constexpr(3)
-ROWS = tl.constexpr(4)
+IDLE = tl.constexpr(4)  # where the idle words begin, shifted; below that, their number less one
+IDLE_SHIFT = tl.constexpr(16)
+IDLE_MASK = tl.constexpr((1 << 16) - 1)
 PLACES = tl.constexpr(5)
 CHUNKS = tl.constexpr(6)
 STRIPES_AND_RING = tl.constexpr(7)
 MAGAZINE_MASK = tl.constexpr(8)
 PAGES = tl.constexpr(9)  # 0 in a heap that grows: see EXTENT
-IDLE = tl.constexpr(10)  # where the idle words begin, shifted; below that, their number less one
-IDLE_SHIFT = tl.constexpr(16)
-IDLE_MASK = tl.constexpr((1 << 16) - 1)
+ROWS = tl.constexpr(10)
 BELL = tl.constexpr(11)  # address of the word that asks the host for more pages, or 0
 
 # Mutable words at fixed places.
@@ -236,20 +236,13 @@ def line_ptr(heap, cls):
 
 
 @triton.jit
-def load_places(heap):
-    """The first place of the first line."""
-    return heap + load_immutable(heap, PLACES)
-
-
-@triton.jit
-def place_ptr(heap, places, cls, place):
-    """The word of a place of this program's line, with ``places`` from :func:`load_places`.
-    Neighbours lie in different cache lines."""
+def place_ptr(heap, cls, place):
+    """The word of a place of this program's line. Neighbours lie in different cache lines."""
     ring_log2 = (load_immutable(heap, STRIPES_AND_RING) >> 16).to(tl.int32)
     spread_log2 = tl.minimum(ring_log2, 4)
     at = place & ((1 << ring_log2) - 1)
     at = ((at & ((1 << spread_log2) - 1)) << (ring_log2 - spread_log2)) + (at >> spread_log2)
-    return places + (line_index(heap, cls) << ring_log2) + at
+    return heap + load_immutable(heap, PLACES) + (line_index(heap, cls) << ring_log2) + at
 
 
 @triton.jit
@@ -280,8 +273,8 @@ def place_page(word, second):
 
 
 @triton.jit
-def page_word_ptr(records, page):
-    return records + page.to(tl.int64) * RECORD_WORDS + PAGE_WORD
+def page_word_ptr(heap, page):
+    return load_records(heap) + page.to(tl.int64) * RECORD_WORDS + PAGE_WORD
 
 
 @triton.jit
@@ -358,9 +351,9 @@ def span_count(span):
 
 
 @triton.jit
-def address_of(base, page, granule):
-    """The address of a granule of ``page`` (int32); ``base`` is that of page 0."""
-    return base + (page.to(tl.int64) << PAGE_LOG2) + (granule << 4).to(tl.int64)
+def address_of(heap, page, granule):
+    """The address of a granule of ``page`` (int32)."""
+    return load_base(heap) + (page.to(tl.int64) << PAGE_LOG2) + (granule << 4).to(tl.int64)
 
 
 @triton.jit
@@ -390,17 +383,11 @@ def size_class(nbytes):
 
 
 @triton.jit
-def class_steps(cls):
-    """``(n, k)``, int32: a slot of class ``cls``, one of the first 32, is n times 2**k bytes."""
-    return (cls & 3) + tl.where(cls < 4, 1, 5), tl.maximum(cls >> 2, 1) + 3
-
-
-@triton.jit
 def class_bytes(cls):
     """Slot size in bytes (int32) of class ``cls`` (int32)."""
-    steps, step_log2 = class_steps(cls)
+    low = (cls & 3) + tl.where(cls < 4, 1, 5) << tl.maximum(cls >> 2, 1) + 3
     high = divide(cls * 0 + PAGE_BYTES // 16, tl.maximum(39 - cls, 2)) << 4
-    return tl.where(cls < 32, steps << step_log2, high)
+    return tl.where(cls < 32, low, high)
 
 
 @triton.jit
@@ -412,5 +399,4 @@ def slots_of(size):
 @triton.jit
 def class_slots(cls):
     """Slots per page (int32) of class ``cls``."""
-    steps, step_log2 = class_steps(cls)
-    return tl.where(cls < 32, divide(cls * 0 + PAGE_BYTES >> step_log2, steps), 39 - cls)
+    return slots_of(class_bytes(cls))

@@ -19,48 +19,16 @@ between them. Runs touch the words of all their pages for this.
 import triton
 import triton.language as tl
 
+from . import layout
 from .atomics import atomic_cas, atomic_load, fence, load_beside
 from .bits import divide, lsr, mix, next_bit
-from .lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick
+from .lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick, rank_of
 from .lanes import width as width_of
-from .layout import (
-    ERRORS,
-    KEPT,
-    OPENED,
-    OUT_MASK,
-    PLACE_MASK,
-    REACHED,
-    RUN,
-    SLAB,
-    SPANNED,
-    bit_of,
-    class_row,
-    idle_ptr,
-    is_before,
-    is_slab_of,
-    line_ptr,
-    load_chunks,
-    load_records,
-    pack_place,
-    page_class,
-    page_half,
-    page_out,
-    page_word_ptr,
-    place_ptr,
-    program_index,
-    run_pages,
-    slab_word,
-)
-from .pages import find_pages, give_pages, give_run, give_together, guess_pages, lower_hint, spread
-from .target import anew
+from .layout import ERRORS, KEPT, OPENED, OUT_MASK, PLACE_MASK, REACHED, RUN, SLAB, SPANNED
+from .pages import find_pages, give_pages, give_run, give_together, lower_hint, spread, try_pages
 
 LOOKS = tl.constexpr(8)  # how many pages of the row of its class an opener tries
 BESIDE = tl.constexpr(8)  # in how many words, which it loads at one time
-
-
-@triton.jit
-def line_credits(word):
-    return word.to(tl.int32)
 
 
 @triton.jit
@@ -75,7 +43,7 @@ def ticket_place(word, rank, slots):
     """``(place, slot)`` of the ``rank``-th of the tickets that were taken by a subtraction that
     returned line word ``word``."""
     # (Fewer tickets are left than a place has: each place is opened after its first was drawn.)
-    left = line_credits(word) - 1 - rank
+    left = word.to(tl.int32) - 1 - rank
     opened = left >= 0
     behind = tl.maximum(-1 - left, 0)
     ahead = divide(behind, slots)
@@ -90,13 +58,13 @@ def retire(heap, page, word, idle, listed):
     program has come to them since. Returns those that now are the caller's. Those that are
     ``listed`` may be in the row of their class."""
     lane = lane_index(page)
-    ptr = page_word_ptr(load_records(heap), page)
+    ptr = layout.page_word_ptr(heap, page)
     if is_block(page):
-        ptr = tl.where(idle, ptr, idle_ptr(heap, lane))
+        ptr = tl.where(idle, ptr, layout.idle_ptr(heap, lane))
     old = atomic_cas(ptr, tl.where(idle, word, -1), tl.where(idle, word & 0, -1))
     won = idle & (old == word)
-    row = class_row(heap, page_class(word)) + (page >> 6)
-    tl.atomic_and(row, bit_of(page) ^ -1, mask=won & listed, sem="relaxed")
+    row = layout.class_row(heap, layout.page_class(word)) + (page >> 6)
+    tl.atomic_and(row, layout.bit_of(page) ^ -1, mask=won & listed, sem="relaxed")
     return won
 
 
@@ -119,7 +87,7 @@ def touch_words(heap, page, n, kind):
     seen = (n * 0).to(tl.int64)
     while at < n:
         here = at + lane < n
-        ptr = page_word_ptr(load_records(heap), tl.where(here, page + at + lane, page))
+        ptr = layout.page_word_ptr(heap, tl.where(here, page + at + lane, page))
         change = tl.where(at + lane == 0, kind, 0)
         words = tl.atomic_add(ptr, change, mask=here, sem="relaxed")
         seen += tl.sum(tl.where(here, lsr(words, 63), 0), axis=0)
@@ -131,13 +99,13 @@ def touch_words(heap, page, n, kind):
 def retire_run(heap, page, word, owner: tl.constexpr):
     """Give back the pages of the run at ``page`` if this is its word. The caller is the ``owner``,
     who has freed it behind a fence, or else comes after the owner. Returns whether (int32)."""
-    ptr = page_word_ptr(load_records(heap), page)
+    ptr = layout.page_word_ptr(heap, page)
     won = (atomic_cas(ptr, word, word & 0) == word).to(tl.int32)
     if won != 0:
         if not owner:
             # What was done in the run happens before what its pages' next owners do.
             fence(heap + ERRORS, "acq_rel")
-        length = run_pages(word).to(tl.int32)
+        length = layout.run_pages(word).to(tl.int32)
         give_run(heap, page, length + touch_words(heap, page, length, word & 0))
         lower_hint(heap, page, page >= 0)
     return won
@@ -147,15 +115,15 @@ def retire_run(heap, page, word, owner: tl.constexpr):
 def leave_account(heap, page, now, counts, speaks, runs: tl.constexpr = True):
     """What follows after ``counts`` left the accounts of pages, which left their words ``now``.
     Without ``runs`` all pages are slabs."""
-    out = page_out(now)
+    out = layout.page_out(now)
     # (What was added to a page that is free, and taken back, leaves nothing to do.)
     slab = speaks & ((now & (KEPT + SLAB)) == SLAB)
     idle = slab & (out == 0)
-    half = page_half(now)
+    half = layout.page_half(now)
     above = out + counts > half
     crossed = slab & (out > 0) & (out <= half) & above & ((now & SPANNED) == 0)
-    row = class_row(heap, page_class(now)) + (page >> 6)
-    tl.atomic_or(row, bit_of(page), mask=crossed, sem="relaxed")
+    row = layout.class_row(heap, layout.page_class(now)) + (page >> 6)
+    tl.atomic_or(row, layout.bit_of(page), mask=crossed, sem="relaxed")
     ends = speaks & ((now & (RUN + OUT_MASK)) == RUN)
     if any_lane(idle | ends):
         retire_pages(heap, page, now, idle, above == 0)
@@ -170,7 +138,7 @@ def leave_account(heap, page, now, counts, speaks, runs: tl.constexpr = True):
 def leave_one(heap, page):
     """Take one slot, or a run, out of the account of ``page`` (int32 scalar). Returns 0."""
     one = (page & 0).to(tl.int64) + 1
-    now = tl.atomic_add(page_word_ptr(load_records(heap), page), -one, sem="relaxed") - one
+    now = tl.atomic_add(layout.page_word_ptr(heap, page), -one, sem="relaxed") - one
     leave_account(heap, page, now, page * 0 + 1, page >= 0)
     return page * 0
 
@@ -181,8 +149,8 @@ def leave_pages(heap, first_page, pages, words, counts, inside):
     from ``first_page`` on."""
     lane = lane_index(inside)
     page = tl.where(inside, first_page + lane, first_page)
-    idle = inside & ((words & (KEPT + SLAB)) == SLAB) & (page_out(words) == 0)
-    above = counts > page_half(words)
+    idle = inside & ((words & (KEPT + SLAB)) == SLAB) & (layout.page_out(words) == 0)
+    above = counts > layout.page_half(words)
     if count_lanes(idle & above) == pages:
         won = retire(heap, page, words, idle, inside & (inside == 0))
         if count_lanes(won) == pages:
@@ -198,22 +166,26 @@ def leave_pages(heap, first_page, pages, words, counts, inside):
 def has_half(word, cls):
     """Whether the page with this word is of class ``cls`` and has room for half of its slots, and
     none of its slots was in a magazine."""
-    return is_slab_of(word, cls) & (page_out(word) <= page_half(word)) & ((word & SPANNED) == 0)
+    return (
+        layout.is_slab_of(word, cls)
+        & (layout.page_out(word) <= layout.page_half(word))
+        & ((word & SPANNED) == 0)
+    )
 
 
 @triton.jit
 def promise(heap, page, cls, counts, slots, asks):
     """Ask pages for slots, ``counts`` each. Returns how many of them the caller was promised."""
-    ptr = page_word_ptr(load_records(heap), tl.where(asks, page, 0))
+    ptr = layout.page_word_ptr(heap, tl.where(asks, page, 0))
     old = tl.atomic_add(ptr, counts.to(tl.int64), mask=asks, sem="relaxed")
-    room = tl.where(is_slab_of(old, cls), slots - page_out(old), 0)
+    room = tl.where(layout.is_slab_of(old, cls), slots - layout.page_out(old), 0)
     return tl.where(asks, tl.minimum(tl.maximum(room, 0), counts), 0)
 
 
 @triton.jit
 def stop_keeping(heap, page, lanes):
     """Let pages be retired when they are empty: nothing leads to them any more."""
-    ptr = page_word_ptr(load_records(heap), tl.where(lanes, page, 0))
+    ptr = layout.page_word_ptr(heap, tl.where(lanes, page, 0))
     tl.atomic_and(ptr, (ptr.to(tl.int64) & 0) + (-1 - KEPT), mask=lanes, sem="relaxed")
 
 
@@ -221,17 +193,17 @@ def stop_keeping(heap, page, lanes):
 def pass_over(heap, cls, page, place, counts, lanes):
     """Take back what was added to the words of pages that had no room for it (page -1: a place that
     leads to none), and go on from their places: later tickets lead to the next ones."""
-    line = line_ptr(heap, cls)
+    line = layout.line_ptr(heap, cls)
     word = atomic_load(line, lanes)
-    left = line_credits(word)
+    left = word.to(tl.int32)
     last = lanes & (left > 0) & (((line_places(word) - 1) & PLACE_MASK) == place)
     lane = lane_index(page)
-    ptr = tl.where(last, line, idle_ptr(heap, lane))
+    ptr = tl.where(last, line, layout.idle_ptr(heap, lane))
     atomic_cas(ptr, tl.where(last, word, -1), tl.where(last, word - left.to(tl.int64), -1))
     there = lanes & (page >= 0)
     if any_lane(there):
         stop_keeping(heap, page, there)
-        ptr = page_word_ptr(load_records(heap), tl.where(there, page, 0))
+        ptr = layout.page_word_ptr(heap, tl.where(there, page, 0))
         change = counts.to(tl.int64)
         now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
         leave_account(heap, tl.where(there, page, 0), now, counts, there)
@@ -249,11 +221,8 @@ def find_halves(heap, cls, row, chunk, seen):
     some = (chunk * 0).to(tl.int64)
     wants = seen != 0
     tries = 0
-    given_heap = heap
     while any_lane(wants) & (tries < LOOKS):
-        heap = anew(given_heap)
-        records = load_records(heap)
-        salt = mix(program_index() * 64 + lane + tries * 977)
+        salt = mix(layout.program_index() * 64 + lane + tries * 977)
         empty = wants & (some == 0)
         if any_lane(empty):
             step = next_bit(tl.where(empty, seen, 1).to(tl.int64), salt >> 8 & (BESIDE - 1))
@@ -264,59 +233,59 @@ def find_halves(heap, cls, row, chunk, seen):
         there = tl.where(looks, some, 1)
         bit = next_bit(there, salt & 63)
         page = tl.where(looks, at * 64 + bit, 0)
-        old = tl.atomic_and(row + at, bit_of(bit) ^ -1, mask=looks, sem="relaxed")
-        word = atomic_load(page_word_ptr(records, page), looks)
-        good = looks & ((old & bit_of(bit)) != 0) & has_half(word, cls)
+        old = tl.atomic_and(row + at, layout.bit_of(bit) ^ -1, mask=looks, sem="relaxed")
+        word = atomic_load(layout.page_word_ptr(heap, page), looks)
+        good = looks & ((old & layout.bit_of(bit)) != 0) & has_half(word, cls)
         second = tl.where(good & (first >= 0), page, second)
         first = tl.where(good & (first < 0), page, first)
-        some = tl.where(looks, old & (bit_of(bit) ^ -1), some)
+        some = tl.where(looks, old & (layout.bit_of(bit) ^ -1), some)
         wants = wants & (second < 0) & ((some != 0) | (seen != 0))
         tries += 1
     return first, second
 
 
 @triton.jit
-def open_places(heap, places, cls, slots, place, opens, front, area):
+def open_places(heap, cls, slots, place, opens, front, area):
     """Open the places of the lanes (or scalar) in ``opens``, each with two pages of the class that
     have room for half of their slots, or with one of these and a fresh one, or with a fresh one.
     Looks for fresh ones in the ``area`` that :func:`pages.window` gives, and for others before it,
     too. A program that got no fresh page at once first looks for others: most need none then."""
     width, start = area
     lane = lane_index(place)
-    records = load_records(heap)
-    chunks = load_chunks(heap)
+    chunks = layout.load_chunks(heap)
     reach = tl.minimum(front + (width >> 6) + 1, chunks)
     # (Lanes that open nothing look, too, all at one place, but each program's elsewhere.)
     own = tl.where(opens, lane * 3 + place * 7, 0)
-    chunk = spread(program_index() * 5 + own, tl.maximum(reach - BESIDE, 0) + 1)
-    row = class_row(heap, tl.where(opens, cls, program_index() & 31))
+    chunk = spread(layout.program_index() * 5 + own, tl.maximum(reach - BESIDE, 0) + 1)
+    row = layout.class_row(heap, tl.where(opens, cls, layout.program_index() & 31))
     # (All under way at one time.)
-    page, old = guess_pages(heap, opens, front * 64 + start)
+    page = front * 64 + start + tl.where(opens, rank_of(opens), 0)
+    page = tl.where(page < chunks * 64, page, page - chunks * 64)
+    got, old = try_pages(heap, page, 1, opens)
     seen = load_beside(row + chunk, opens, BESIDE)
     seen = seen & ((reach * 0 + 1 << tl.minimum(reach, BESIDE)) - 1)
     half_1 = page * 0 - 1
     half_2 = half_1
     if any_lane(seen != 0):
         half_1, half_2 = find_halves(heap, cls, row, chunk, seen)
-    got = opens & ((old & bit_of(page)) != 0)
     both = opens & (half_2 >= 0)
     give_pages(heap, page, got & both)
     lost = opens & (got == 0) & (both == 0)
     if any_lane(lost):
-        page = find_pages(heap, lost, page, old, front, width)
+        page, _one = find_pages(heap, lost, page, old, front * 0 + 1, width)
     page = tl.where(both, -1, page)
     first = tl.where(half_1 >= 0, half_1, page)
     second = tl.where(half_2 >= 0, half_2, page)
     fresh = opens & (page >= 0)
-    ptr = page_word_ptr(records, tl.where(fresh, page, 0))
-    tl.atomic_add(ptr, slab_word(cls, slots) + KEPT, mask=fresh, sem="relaxed")
-    state = pack_place(first, second, place)
-    tl.atomic_xchg(place_ptr(heap, places, cls, place), state, mask=opens, sem="relaxed")
+    ptr = layout.page_word_ptr(heap, tl.where(fresh, page, 0))
+    tl.atomic_add(ptr, layout.slab_word(cls, slots) + KEPT, mask=fresh, sem="relaxed")
+    state = layout.pack_place(first, second, place)
+    tl.atomic_xchg(layout.place_ptr(heap, cls, place), state, mask=opens, sem="relaxed")
     # (What the others wait for comes first.)
     more = slots.to(tl.int64) + OPENED
-    tl.atomic_add(line_ptr(heap, cls), more, mask=opens, sem="relaxed")
+    tl.atomic_add(layout.line_ptr(heap, cls), more, mask=opens, sem="relaxed")
     one = fresh & (half_1 >= 0)
-    tl.atomic_or(row + (page >> 6), bit_of(page), mask=one, sem="relaxed")
+    tl.atomic_or(row + (page >> 6), layout.bit_of(page), mask=one, sem="relaxed")
     tl.atomic_max(ptr + REACHED, (page & 0).to(tl.int64) + 1, mask=fresh, sem="relaxed")
 
 
@@ -325,11 +294,11 @@ def await_places(ptr, place, wants, polls: tl.constexpr):
     """The words of the places of the lanes (or scalar) in ``wants``, which wait a bounded time
     until they are open. Where the ring has come round since, there is nothing to wait for."""
     word = atomic_load(ptr, wants)
-    waits = wants & is_before(word, place)
+    waits = wants & layout.is_before(word, place)
     tries = 0
     while any_lane(waits) & (tries < polls):
         now = atomic_load(ptr, waits)
         word = tl.where(waits, now, word)
-        waits = waits & is_before(now, place)
+        waits = waits & layout.is_before(now, place)
         tries += 1
     return word

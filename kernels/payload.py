@@ -17,8 +17,13 @@ def as_column(x):
 
 
 @triton.jit
-def fill_zero(addr, nbytes):
-    """Zero ``nbytes`` (rounded up to 16, so inside the slot; 0: nothing) at each address."""
+def fill(addr, nbytes, source=None):
+    """Write ``nbytes`` (rounded up to 16, so inside the slot; 0: nothing) at each address: what is
+    at a ``source`` address, or else zeros. Both blocks belong to the caller, so plain loads are
+    right; the barriers order them with other threads'."""
+    if source is not None:
+        tl.debug_barrier()
+        source = as_column(source)
     addr = as_column(addr)
     words = (as_column(nbytes) + 15) >> 4 << 1
     most = tl.max(tl.max(words, axis=1), axis=0)
@@ -27,30 +32,10 @@ def fill_zero(addr, nbytes):
     at = most * 0
     while at < most:
         index = at + column
-        ptr = (addr + index * 8).to(tl.pointer_type(tl.int64))
-        zero = tl.zeros((addr.shape[0], step), tl.int64)
-        tl.store(ptr, zero, mask=index < words)
-        at += step
-    tl.debug_barrier()
-
-
-@triton.jit
-def copy(source, target, nbytes):
-    """Copy ``nbytes`` (rounded up to 16; 0: nothing) from each source to each target address. Both
-    belong to the caller, so plain loads are right; the barriers order them with other threads'."""
-    tl.debug_barrier()
-    source = as_column(source)
-    target = as_column(target)
-    words = (as_column(nbytes) + 15) >> 4 << 1
-    most = tl.max(tl.max(words, axis=1), axis=0)
-    step: tl.constexpr = 1024 // source.shape[0] if source.shape[0] < 1024 else 1
-    column = tl.arange(0, step)[None, :].to(tl.int64)
-    at = most * 0
-    while at < most:
-        index = at + column
         inside = index < words
-        from_ptr = (source + index * 8).to(tl.pointer_type(tl.int64))
-        to_ptr = (target + index * 8).to(tl.pointer_type(tl.int64))
-        tl.store(to_ptr, tl.load(from_ptr, mask=inside), mask=inside)
+        value = tl.zeros((addr.shape[0], step), tl.int64)
+        if source is not None:
+            value = tl.load((source + index * 8).to(tl.pointer_type(tl.int64)), mask=inside)
+        tl.store((addr + index * 8).to(tl.pointer_type(tl.int64)), value, mask=inside)
         at += step
     tl.debug_barrier()

@@ -9,32 +9,11 @@ nothing was free at some time, or if others kept taking and giving meanwhile.
 import triton
 import triton.language as tl
 
+from . import layout
 from .atomics import atomic_load
 from .bits import lowest_bit, lsr, mix, next_bit, popcount, run_starts
 from .lanes import any_lane, count_lanes, pick, rank_of
-from .layout import (
-    MAGAZINE_MASK,
-    MAGAZINES,
-    PAGE_WORD,
-    REACHED,
-    SLAB,
-    address_of,
-    bit_of,
-    class_row,
-    class_slots,
-    free_row,
-    is_slab_of,
-    load_base,
-    load_immutable,
-    load_pages,
-    load_records,
-    page_out,
-    page_word_ptr,
-    program_count,
-    program_index,
-    run_word,
-    slab_word,
-)
+from .layout import MAGAZINE_MASK, MAGAZINES, PAGE_WORD, REACHED, SLAB
 from .lines import leave_one, promise, retire_pages, touch_words
 from .magazines import release_spans
 from .pages import give_run, one_of, run_bits
@@ -48,8 +27,8 @@ def rest_magazines(heap, first):
     """Empty the 32 magazines from ``first`` on, as far as there are any. Returns how many were
     full."""
     lane = tl.arange(0, 32)
-    ptr = heap + load_immutable(heap, MAGAZINES) + first + lane
-    here = first + lane <= load_immutable(heap, MAGAZINE_MASK).to(tl.int32)
+    ptr = heap + layout.load_immutable(heap, MAGAZINES) + first + lane
+    here = first + lane <= layout.load_immutable(heap, MAGAZINE_MASK).to(tl.int32)
     full = here & (atomic_load(ptr, here) != 0)
     if any_lane(full):
         # (An exchange for nothing. Triton 3.6 cannot compile one of these addresses for AMD.)
@@ -64,11 +43,11 @@ def rest_pages(heap, first):
     """Retire those of the 32 pages from ``first`` on that are slabs with nothing out, whether or
     not a place leads to them. Returns how many."""
     lane = tl.arange(0, 32)
-    pages = load_pages(heap)
+    pages = layout.load_pages(heap)
     here = first + lane < pages
     page = tl.minimum(first + lane, pages - 1)
-    word = atomic_load(page_word_ptr(load_records(heap), page), here)
-    idle = here & ((word & SLAB) != 0) & (page_out(word) == 0)
+    word = atomic_load(layout.page_word_ptr(heap, page), here)
+    idle = here & ((word & SLAB) != 0) & (layout.page_out(word) == 0)
     won = idle
     if any_lane(idle):
         won = retire_pages(heap, page, word, idle, idle)
@@ -79,13 +58,13 @@ def rest_pages(heap, first):
 def take_what_rests(heap):
     """Empty all magazines, and retire pages that are kept with nothing out. Returns how many there
     were (int32)."""
-    magazines = load_immutable(heap, MAGAZINE_MASK).to(tl.int32) + 1
+    magazines = layout.load_immutable(heap, MAGAZINE_MASK).to(tl.int32) + 1
     some = magazines * 0
     at = some
     while at < magazines:
         some += rest_magazines(heap, at)
         at += 32
-    pages = load_pages(heap)
+    pages = layout.load_pages(heap)
     at = pages * 0
     while at < pages:
         some += rest_pages(heap, at)
@@ -107,7 +86,7 @@ def next_pass(heap, passes, lost, same):
 def ask(heap, cls, page):
     """Ask ``page`` for one slot of class ``cls`` (int32 scalars). Returns it, or -1."""
     one = page * 0 + 1
-    granted = promise(heap, page, cls, one, class_slots(cls), one == 1)
+    granted = promise(heap, page, cls, one, layout.class_slots(cls), one == 1)
     if granted == 0:
         leave_one(heap, page)
     return tl.where(granted == 1, page, -1)
@@ -118,8 +97,8 @@ def search_slots(heap, cls):
     """Promise a slot of class ``cls`` (int32 scalar), wherever there is one. Returns the page, or
     -1 if there is none."""
     lane = tl.arange(0, 64)
-    slots = class_slots(cls)
-    chunks = (load_pages(heap) + 63) >> 6
+    slots = layout.class_slots(cls)
+    chunks = (layout.load_pages(heap) + 63) >> 6
     found = cls * 0 - 1
     before = (cls * 0).to(tl.int64)
     passes = cls * 0
@@ -130,16 +109,16 @@ def search_slots(heap, cls):
         # time; then all pages of the class.
         kind = cls * 0
         while (found < 0) & (kind < 3):
-            row = tl.where(kind == 0, class_row(heap, cls), free_row(heap))
-            end = tl.where(kind == 2, load_pages(heap), chunks)
+            row = tl.where(kind == 0, layout.class_row(heap, cls), layout.free_row(heap))
+            end = tl.where(kind == 2, layout.load_pages(heap), chunks)
             at = cls * 0
             tries = cls * 0
             while (found < 0) & (at < end):
                 here = at + lane < end
                 if kind == 2:
-                    word = atomic_load(page_word_ptr(load_records(heap), at + lane), here)
-                    word = tl.where(is_slab_of(word, cls), word, 0)
-                    some = here & (word != 0) & (page_out(word) < slots)
+                    word = atomic_load(layout.page_word_ptr(heap, at + lane), here)
+                    word = tl.where(layout.is_slab_of(word, cls), word, 0)
+                    some = here & (word != 0) & (layout.page_out(word) < slots)
                 else:
                     word = atomic_load(row + at + lane, here)
                     some = word != 0
@@ -147,25 +126,25 @@ def search_slots(heap, cls):
                 seen += tl.sum(tl.where(tries == 0, word, 0) * weight, axis=0)
                 count = count_lanes(some)
                 if count > 0:
-                    salt = mix(program_index() + tries * 977 + passes * 7919)
+                    salt = mix(layout.program_index() + tries * 977 + passes * 7919)
                     chosen = some & (rank_of(some) == one_of(count, salt))
                     index = at + tl.sum(tl.where(chosen, lane, 0), axis=0)
                     if kind == 2:
                         found = ask(heap, cls, index)
                     else:
                         bit = next_bit(pick(word, index - at), (salt >> 16) & 63)
-                        old = tl.atomic_and(row + index, bit_of(bit) ^ -1, sem="relaxed")
-                        if (old & bit_of(bit)) != 0:
+                        old = tl.atomic_and(row + index, layout.bit_of(bit) ^ -1, sem="relaxed")
+                        if (old & layout.bit_of(bit)) != 0:
                             page = index * 64 + bit
                             if kind == 1:
-                                state = slab_word(cls, slots)
-                                ptr = page_word_ptr(load_records(heap), page)
+                                state = layout.slab_word(cls, slots)
+                                ptr = layout.page_word_ptr(heap, page)
                                 tl.atomic_add(ptr, state, sem="relaxed")
                                 tl.atomic_max(ptr + REACHED, state & 0 | 1, sem="relaxed")
                             found = ask(heap, cls, page)
                             # (Others may use the rest.)
-                            rest = tl.where((found >= 0) & (slots > 2), bit_of(bit), 0)
-                            tl.atomic_or(class_row(heap, cls) + index, rest, sem="relaxed")
+                            rest = tl.where((found >= 0) & (slots > 2), layout.bit_of(bit), 0)
+                            tl.atomic_or(layout.class_row(heap, cls) + index, rest, sem="relaxed")
                 # (Others were first: look at the same words again, but a bounded number of times.)
                 lost = lost | ((count > 0) & (found < 0)).to(tl.int32)
                 tries = tl.where((count > 0) & (tries < PASSES), tries + 1, 0)
@@ -188,11 +167,13 @@ def take_run(heap, page, n):
     took = page * 0 + 1
     while (took != 0) & (at * 64 < page + n):
         bits = run_bits(page, n, at + lane)
-        old = tl.atomic_and(free_row(heap) + at + lane, bits ^ -1, mask=bits != 0, sem="relaxed")
+        old = tl.atomic_and(
+            layout.free_row(heap) + at + lane, bits ^ -1, mask=bits != 0, sem="relaxed"
+        )
         got = tl.where(bits != 0, old & bits, 0)
         if any_lane(got != bits):
             # Other programs have some of them: all that we took goes back.
-            tl.atomic_or(free_row(heap) + at + lane, got, mask=got != 0, sem="relaxed")
+            tl.atomic_or(layout.free_row(heap) + at + lane, got, mask=got != 0, sem="relaxed")
             if at > (page >> 6):
                 give_run(heap, page, at * 64 - page)
             took = took * 0
@@ -221,13 +202,13 @@ def find_run(heap, n):
     """Take the first ``n`` adjacent free pages (int32 scalar). Returns the first page, -1 if there
     are no such pages, after as many passes as a search makes."""
     lane = tl.arange(0, 64)
-    chunks = (load_pages(heap) + 63) >> 6
+    chunks = (layout.load_pages(heap) + 63) >> 6
     found = n * 0 - 1
     before = (n * 0).to(tl.int64)
     passes = n * 0
     # Programs that want runs at one time look one behind the other: all free, and no two meet.
-    guess = (program_index() & 0x7FFFFFFF).to(tl.int64) * n
-    if (program_count() > 1) & (guess + n <= load_pages(heap)):
+    guess = (layout.program_index() & 0x7FFFFFFF).to(tl.int64) * n
+    if (layout.program_count() > 1) & (guess + n <= layout.load_pages(heap)):
         if take_run(heap, guess.to(tl.int32), n) != 0:
             found = guess.to(tl.int32)
     while (found < 0) & (passes < PASSES):
@@ -236,7 +217,7 @@ def find_run(heap, n):
         at = n * 0
         begin = n * 0  # where the free pages begin that reach to the end of the last word
         while (found < 0) & (at < chunks):
-            word = atomic_load(free_row(heap) + at + lane, at + lane < chunks)
+            word = atomic_load(layout.free_row(heap) + at + lane, at + lane < chunks)
             seen += tl.sum(word * (2 * (at + lane) + 1).to(tl.int64), axis=0)
             chunk = (at + lane) * 64
             word = word & (run_bits(begin * 0, begin, at + lane) ^ -1)
@@ -266,15 +247,14 @@ def find_run(heap, n):
 def malloc_run(heap, length):
     """Allocate ``length`` pages (int64 scalar): the address, or 0."""
     addr = length * 0
-    if length <= load_pages(heap):
+    if length <= layout.load_pages(heap):
         page = find_run(heap, length.to(tl.int32))
         if page >= 0:
-            ptr = page_word_ptr(load_records(heap), page)
-            base = load_base(heap)
+            ptr = layout.page_word_ptr(heap, page)
             # (What their last owners did happens before what follows the fence of malloc.)
-            touched = touch_words(heap, page, length.to(tl.int32), run_word(length) + 1)
+            touched = touch_words(heap, page, length.to(tl.int32), layout.run_word(length) + 1)
             tl.atomic_max(ptr + REACHED, length, sem="relaxed")
             # (The live bit after the page word: it is made of what was there.)
             tl.atomic_or(ptr - PAGE_WORD, touched.to(tl.int64) + 1, sem="relaxed")
-            addr = address_of(base, page, page * 0)
+            addr = layout.address_of(heap, page, page * 0)
     return addr

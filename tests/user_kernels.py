@@ -378,11 +378,11 @@ def size_class_kernel(cls, nbytes, slots, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def bits_kernel(words, ranks, shifts, counts, selected, shifted, lowest, BLOCK: tl.constexpr):
+def bits_kernel(words, begins, shifts, counts, nexts, shifted, lowest, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     word = tl.load(words + lane)
     tl.store(counts + lane, bits.popcount(word))
-    tl.store(selected + lane, bits.select_bit(word, tl.load(ranks + lane)))
+    tl.store(nexts + lane, bits.next_bit(word, tl.load(begins + lane)))
     tl.store(shifted + lane, bits.lsr(word, tl.load(shifts + lane)))
     tl.store(lowest + lane, bits.lowest_bit(word))
 

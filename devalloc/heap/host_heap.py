@@ -145,7 +145,7 @@ class Heap(JaggedMethods, Owner):
         self._geometry = Geometry.of(pages, grows=grows)
         self._failures_before = 0
         # (In a debug heap even the first block has a guard in front of it, and wrong pointers lead
-        # there: see kernels/pointers.py. In one that grows, chunks begin where pieces may.)
+        # there: see kernels/debug/pointers.py. In one that grows, chunks begin where pieces may.)
         front = 0
         if debug:
             front = max(PAGE_BYTES, source.granularity) if grows else PAGE_BYTES

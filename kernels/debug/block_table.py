@@ -43,16 +43,8 @@ While the block is live, the page has no other use, so all who change the mark w
 import triton
 import triton.language as tl
 
-from ..layout import (
-    ERRORS,
-    MAX_SLOT,
-    PAGE_LOG2,
-    class_bytes,
-    load_base,
-    load_immutable,
-    program_index,
-    size_class,
-)
+from .. import layout
+from ..layout import ERRORS, MAX_SLOT, PAGE_LOG2
 from ..target import has_ptx, is_interpreted, nanoseconds
 
 TABLE_WORD = tl.constexpr(16)  # of the control block: address of the table
@@ -119,7 +111,7 @@ def clock_ticks():
 
 @triton.jit
 def table_ptr(heap):
-    return load_immutable(heap, TABLE_WORD).to(tl.pointer_type(tl.int64))
+    return layout.load_immutable(heap, TABLE_WORD).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
@@ -130,8 +122,8 @@ def mark_ptr(heap, page):
 @triton.jit
 def entry_ptr(heap, addr):
     """The first word of the entry of a block that begins at ``addr``."""
-    cell = (addr - load_base(heap)) >> CELL_LOG2
-    return table_ptr(heap) + load_immutable(heap, ENTRIES_WORD) + cell * ENTRY_WORDS
+    cell = (addr - layout.load_base(heap)) >> CELL_LOG2
+    return table_ptr(heap) + layout.load_immutable(heap, ENTRIES_WORD) + cell * ENTRY_WORDS
 
 
 # Fields ---------------------------------------------------------------------------------------
@@ -215,7 +207,7 @@ def page_use(padded, active):
     """What the first pages of blocks of ``padded`` bytes are cut for (int32). (Computed as in
     malloc, so that the compiler does it once.)"""
     small = active & (padded > 0) & (padded <= MAX_SLOT)
-    classes = size_class(tl.where(small, padded, 1).to(tl.int32))
+    classes = layout.size_class(tl.where(small, padded, 1).to(tl.int32))
     return tl.where(padded <= MAX_SLOT, classes, RUN_USE)
 
 
@@ -224,7 +216,9 @@ def block_bytes(padded):
     """Bytes (int64) of the slot or run that a malloc of ``padded`` bytes takes."""
     small = tl.minimum(tl.maximum(padded, 1), MAX_SLOT).to(tl.int32)
     run = ((padded - 1) >> PAGE_LOG2) + 1 << PAGE_LOG2
-    return tl.where(padded <= MAX_SLOT, class_bytes(size_class(small)).to(tl.int64), run)
+    return tl.where(
+        padded <= MAX_SLOT, layout.class_bytes(layout.size_class(small)).to(tl.int64), run
+    )
 
 
 # Faults ---------------------------------------------------------------------------------------
@@ -248,5 +242,5 @@ def record_fault(heap, kind, at, block, word, birth, finder):
         tl.atomic_xchg(fault + 3, word, sem="relaxed")
         tl.atomic_xchg(fault + 4, birth, sem="relaxed")
         tl.atomic_xchg(fault + 5, finder.to(tl.int64), sem="relaxed")
-        tl.atomic_xchg(fault + 6, program_index().to(tl.int64), sem="relaxed")
+        tl.atomic_xchg(fault + 6, layout.program_index().to(tl.int64), sem="relaxed")
     return kind * 0

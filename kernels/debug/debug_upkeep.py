@@ -3,44 +3,13 @@
 import triton
 import triton.language as tl
 
+from .. import layout
 from ..api import malloc
 from ..atomics import atomic_load
 from ..lanes import any_lane, count_lanes
-from ..layout import (
-    NUM_CLASSES,
-    PAGE_LOG2,
-    class_bytes,
-    load_base,
-    load_records,
-    page_word_ptr,
-    run_pages,
-)
-from .block_table import (
-    BY_AUDIT,
-    CELL_LOG2,
-    PAGE_CELLS,
-    RUN_USE,
-    clock_ticks,
-    control_block,
-    entry_epoch,
-    entry_granule,
-    entry_ptr,
-    entry_size,
-    is_live,
-    mark_epoch,
-    mark_ptr,
-    mark_use,
-)
-from .guards import (
-    any_bit,
-    diagnose_lanes,
-    far_end,
-    front_wrong,
-    near_end,
-    near_wrong,
-    poisoned_words,
-    span_changed,
-)
+from ..layout import NUM_CLASSES, PAGE_LOG2
+from . import block_table, guards
+from .block_table import BY_AUDIT, CELL_LOG2, PAGE_CELLS, RUN_USE
 
 
 @triton.jit
@@ -55,7 +24,7 @@ def malloc_tagged_kernel(heap, sizes, addrs, n, tag, BLOCK: tl.constexpr):
 @triton.jit
 def clock_kernel(ticks):
     """The time by the clock of the table's entries."""
-    tl.store(ticks, clock_ticks())
+    tl.store(ticks, block_table.clock_ticks())
 
 
 @triton.jit(noinline=True)
@@ -68,8 +37,8 @@ def freed_run_bytes(heap, page, pages):
     while done < known:
         place = done + lane
         inside = place < pages
-        mark = atomic_load(mark_ptr(heap, page + tl.where(inside, place, 0)), inside)
-        other = inside & (mark_use(mark) != place + RUN_USE)
+        mark = atomic_load(block_table.mark_ptr(heap, page + tl.where(inside, place, 0)), inside)
+        other = inside & (block_table.mark_use(mark) != place + RUN_USE)
         known = tl.minimum(known, tl.min(tl.where(other, place, known), axis=0))
         done += 64
     return known.to(tl.int64) << PAGE_LOG2
@@ -79,40 +48,40 @@ def freed_run_bytes(heap, page, pages):
 def audit_kernel(heap, live_count, BLOCK: tl.constexpr):
     """Look at the guards of all blocks that begin in ``BLOCK`` cells, live or freed, record those
     that have changed, and add the number of live ones to ``live_count``. The heap is at rest."""
-    heap = control_block(heap)
+    heap = block_table.control_block(heap)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     page = (first // PAGE_CELLS).to(tl.int32)
-    cell = load_base(heap) + ((first + tl.arange(0, BLOCK)) << CELL_LOG2)
-    entry = entry_ptr(heap, cell)
+    cell = layout.load_base(heap) + ((first + tl.arange(0, BLOCK)) << CELL_LOG2)
+    entry = block_table.entry_ptr(heap, cell)
     word = tl.load(entry)
     birth = tl.load(entry + 1)
-    mark = atomic_load(mark_ptr(heap, page))
-    used = (word != 0) & (entry_epoch(birth) == mark_epoch(mark))
+    mark = atomic_load(block_table.mark_ptr(heap, page))
+    used = (word != 0) & (block_table.entry_epoch(birth) == block_table.mark_epoch(mark))
     if any_lane(used):
-        live = used & is_live(word)
+        live = used & block_table.is_live(word)
         freed = used & (live == 0)
-        addr = cell + (entry_granule(word) << 4).to(tl.int64)
-        nbytes = entry_size(word)
-        use = mark_use(mark)
-        block = class_bytes(tl.minimum(use, NUM_CLASSES - 1)).to(tl.int64) + nbytes * 0
+        addr = cell + (block_table.entry_granule(word) << 4).to(tl.int64)
+        nbytes = block_table.entry_size(word)
+        use = block_table.mark_use(mark)
+        block = layout.class_bytes(tl.minimum(use, NUM_CLASSES - 1)).to(tl.int64) + nbytes * 0
         words = block >> 3
         slots = freed
         if use >= RUN_USE:
             # One block, which begins with the page.
             slots = freed & (freed == 0)
-            length = run_pages(atomic_load(page_word_ptr(load_records(heap), page)))
+            length = layout.run_pages(atomic_load(layout.page_word_ptr(heap, page)))
             block = nbytes * 0 + (length << PAGE_LOG2)
             if any_lane(freed):
                 size = tl.sum(tl.where(freed, nbytes, 0), axis=0)
                 pages = ((size - 1) >> PAGE_LOG2).to(tl.int32) + 1
                 block = tl.minimum(freed_run_bytes(heap, page, pages), nbytes) & -16
                 words = block >> 3
-        poisoned = tl.minimum(poisoned_words(heap, nbytes), words)
-        wrong = near_wrong(addr, nbytes, live | slots) | front_wrong(addr, live)
-        changed = any_bit(wrong) | span_changed(addr, nbytes & 0, poisoned, freed)
-        end = far_end(heap, nbytes, block)
-        changed = changed | span_changed(addr, near_end(nbytes), end, live | slots)
+        poisoned = tl.minimum(guards.poisoned_words(heap, nbytes), words)
+        wrong = guards.near_wrong(addr, nbytes, live | slots) | guards.front_wrong(addr, live)
+        changed = guards.any_bit(wrong) | guards.span_changed(addr, nbytes & 0, poisoned, freed)
+        end = guards.far_end(heap, nbytes, block)
+        changed = changed | guards.span_changed(addr, guards.near_end(nbytes), end, live | slots)
         if changed:
-            diagnose_lanes(heap, addr, None, BY_AUDIT, False, live)
-            diagnose_lanes(heap, addr, poisoned, BY_AUDIT, False, freed)
+            guards.diagnose_lanes(heap, addr, None, BY_AUDIT, False, live)
+            guards.diagnose_lanes(heap, addr, poisoned, BY_AUDIT, False, freed)
         tl.atomic_add(live_count, count_lanes(live).to(tl.int64), sem="relaxed")

@@ -28,36 +28,15 @@ the program has threads, and branches are taken on what was reduced over all thr
 import triton
 import triton.language as tl
 
+from .. import layout
 from ..atomics import atomic_load
 from ..bits import lowest_bit
 from ..lanes import any_lane, first_lane, is_block, lane_index, pick
-from ..layout import (
-    MAX_SLOT,
-    PAGE_LOG2,
-    SLAB,
-    class_bytes,
-    load_base,
-    load_immutable,
-    load_records,
-    page_class,
-    page_word_ptr,
-    place_of,
-    run_pages,
-)
+from ..layout import MAX_SLOT, PAGE_LOG2, SLAB
 from ..payload import as_column
 from ..target import has_ptx
-from .block_table import (
-    ALL_WORD,
-    E_OVERFLOW,
-    E_USE_AFTER_FREE,
-    HEAD_WORDS,
-    RUN_USE,
-    entry_ptr,
-    entry_size,
-    mark_ptr,
-    mark_use,
-    record_fault,
-)
+from . import block_table
+from .block_table import ALL_WORD, E_OVERFLOW, E_USE_AFTER_FREE, HEAD_WORDS, RUN_USE
 
 POISON_BYTE = 0xDB
 POISON = tl.constexpr(0xDBDBDBDBDBDBDBDB - (1 << 64))
@@ -73,7 +52,7 @@ NOWHERE = tl.constexpr(1 << 62)
 @triton.jit
 def watches_all(heap):
     """Whether everything behind a block and all of a freed block is watched."""
-    return load_immutable(heap, ALL_WORD) != 0
+    return layout.load_immutable(heap, ALL_WORD) != 0
 
 
 @triton.jit
@@ -295,7 +274,7 @@ def poison_head(heap, addr, nbytes, active):
     ptr = tile_ptr(addr, column)
     # (Not a constant as far as the compiler can see, or it would load it into registers anew for
     # every store. The address of the heap is that of a page, so it is even.)
-    poison = tl.zeros(ptr.shape, tl.int64) + (POISON + (load_base(heap) & 1))
+    poison = tl.zeros(ptr.shape, tl.int64) + (POISON + (layout.load_base(heap) & 1))
     for first in tl.static_range(0, HEAD_WORDS, column.shape[1]):
         tl.store(ptr + first, poison, mask=(column + first) // 2 < count)
 
@@ -396,17 +375,17 @@ def scan(addr, start, end, skip, mend):
 @triton.jit
 def block_at(heap, page, active):
     """Bytes (int64) of the live blocks that begin in these pages."""
-    ptr = page_word_ptr(load_records(heap), page)
+    ptr = layout.page_word_ptr(heap, page)
     state = atomic_load(ptr, active)
-    slot = class_bytes(page_class(state)).to(tl.int64)
-    return tl.where((state & SLAB) != 0, slot, run_pages(state) << PAGE_LOG2)
+    slot = layout.class_bytes(layout.page_class(state)).to(tl.int64)
+    return tl.where((state & SLAB) != 0, slot, layout.run_pages(state) << PAGE_LOG2)
 
 
 @triton.jit
 def entry_at(heap, addr):
     """``(page, entry)`` of the block at an address (int64 scalar)."""
-    page, _granule = place_of(load_base(heap), addr)
-    return page, entry_ptr(heap, addr)
+    page, _granule = layout.place_of(layout.load_base(heap), addr)
+    return page, block_table.entry_ptr(heap, addr)
 
 
 @triton.jit(noinline=True)
@@ -416,7 +395,9 @@ def record_write(heap, kind, at, addr, finder):
     count = finder * 0
     if at != NOWHERE:
         _page, entry = entry_at(heap, addr)
-        record_fault(heap, kind, at, addr, atomic_load(entry), atomic_load(entry + 1), finder)
+        block_table.record_fault(
+            heap, kind, at, addr, atomic_load(entry), atomic_load(entry + 1), finder
+        )
         count += 1
     return count
 
@@ -426,7 +407,7 @@ def diagnose_live(heap, addr, finder, mend):
     """Find out which guards of a live block have changed, record it, and mend them if ``mend`` is
     not 0. Scalars. Returns how many faults there are (int32)."""
     page, entry = entry_at(heap, addr)
-    nbytes = entry_size(atomic_load(entry))
+    nbytes = block_table.entry_size(atomic_load(entry))
     end = far_end(heap, nbytes, block_at(heap, page, page >= 0))
     kind = finder * 0 + E_OVERFLOW
     high = scan(addr, nbytes >> 3, end, nbytes & 7, mend)
@@ -441,11 +422,11 @@ def diagnose_freed(heap, addr, poisoned, finder):
     record it. Scalars. Returns how many faults there are (int32)."""
     at = scan(addr, addr * 0, poisoned, addr * 0, finder * 0)
     page, entry = entry_at(heap, addr)
-    use = mark_use(atomic_load(mark_ptr(heap, page)))
+    use = block_table.mark_use(atomic_load(block_table.mark_ptr(heap, page)))
     # (What was behind the end of a run may be another's by now.)
     if use < RUN_USE:
-        nbytes = entry_size(atomic_load(entry))
-        end = far_end(heap, nbytes, class_bytes(use).to(tl.int64))
+        nbytes = block_table.entry_size(atomic_load(entry))
+        end = far_end(heap, nbytes, layout.class_bytes(use).to(tl.int64))
         at = tl.minimum(at, scan(addr, nbytes >> 3, end, nbytes & 7, finder * 0))
     return record_write(heap, finder * 0 + E_USE_AFTER_FREE, at, addr, finder)
 

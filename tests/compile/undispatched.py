@@ -9,7 +9,7 @@ from devalloc.kernels.addresses import usable_any
 from devalloc.kernels.allocation import malloc_any
 from devalloc.kernels.api import as_request, realloc_any
 from devalloc.kernels.freeing import free_any
-from devalloc.kernels.payload import fill_zero
+from devalloc.kernels.payload import fill
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def usable_size(heap, addr, mask=None):
 def zeros(heap, nbytes, mask=None):
     sizes, active = as_request(heap, nbytes, mask)
     addr = malloc_any(heap, sizes, active)
-    fill_zero(addr, tl.where(addr != 0, sizes, 0))
+    fill(addr, tl.where(addr != 0, sizes, 0))
     return addr
 
 

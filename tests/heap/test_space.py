@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from devalloc.sizes import PAGE_BYTES
+from devalloc.kernels import layout
+from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, PAGE_BYTES
 from tests.conftest import ON_GPU
 from tests.heap.bare import BareHeap
 
@@ -180,6 +181,31 @@ def test_the_numbers_of_places_begin_again(opened: int) -> None:
     assert addrs.unique().numel() == 400
     heap.audit()
     heap.free(addrs, 32)
+    heap.audit()
+    assert len(heap.free_pages()) == heap.pages
+
+
+def test_two_lanes_may_have_tickets_for_one_slot() -> None:
+    """Two places lead to one page, and a block has more lanes of its class than a page has slots.
+
+    Each of these lanes has a promise, so each gets a slot of its own, and the page no live bit
+    that nobody has."""
+    heap = BareHeap(16, stripes=1, ring=2)
+    size, cls = 8192, CLASS_SIZES.index(8192)
+    slots = CLASS_SLOTS[cls]
+    (addr,) = heap.malloc([size], 1).tolist()
+    page = (addr - heap.base) // PAGE_BYTES
+    # As if two tickets of the first place had been drawn, its second half led nowhere, and the page
+    # was listed as half empty, so that the next place is opened with it.
+    nowhere = layout.PAGE_MASK.value << layout.SECOND_SHIFT.value
+    heap.handle[heap.geometry.places + cls * heap.geometry.ring] = nowhere + page
+    heap.handle[heap.geometry.line_words][cls] = (1 << 32) + slots - 2
+    heap.handle[heap.geometry.rows + (cls + 1) * heap.geometry.chunks] = 1 << page
+    addrs = heap.malloc([size] * 10 + [64] * 22, 32)
+    assert addrs.unique().numel() == 32
+    assert int((addrs == 0).sum()) == 0
+    heap.audit()
+    heap.free(torch.cat([addrs, torch.tensor([addr])]), 1)
     heap.audit()
     assert len(heap.free_pages()) == heap.pages
 

@@ -40,8 +40,7 @@ from devalloc import Heap
 from devalloc.heap.geometry import Geometry
 from devalloc.kernels import allocation, freeing, layout
 from devalloc.kernels import pages as page_kernels
-from devalloc.kernels.lanes import lane_index
-from devalloc.kernels.magazines import release_span
+from devalloc.kernels.magazines import release
 from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, PAGE_BYTES
 from devalloc.testing import Exhaustive, Interleaving, Launch, Report, Run, Strategy
 from tests.interleaving.history import History, blocks_of
@@ -84,28 +83,15 @@ Plan = tuple[tuple[Strategy | Exhaustive, int], ...]
 
 
 @triton.jit
-def take_nothing(heap, cls, count):
-    """``take_span`` without magazines."""
-    return tl.full((), 0, tl.int64)
-
-
-@triton.jit
-def put_nothing(heap, records, magazines, cls, span, word):
-    """``put_span`` without magazines."""
-    release_span(heap, span)
-
-
-@triton.jit
-def take_no_spans(heap, cls, counts, wants):
+def take_nothing(heap, cls, counts, wants):
     """``take_spans`` without magazines."""
     return (cls * 0).to(tl.int64)
 
 
 @triton.jit
-def put_no_spans(heap, magazines, page, granule, word, active, group):
+def put_nothing(heap, magazines, cls, span, word, puts):
     """``put_spans`` without magazines."""
-    leader, _rank, counts, _upto = group
-    return page, counts, active & (leader == lane_index(page))
+    release(heap, span, puts)
 
 
 @triton.jit
@@ -123,10 +109,8 @@ def without(scenario: Scenario) -> Iterator[None]:
     ]
     if not scenario.magazines:
         changes += [
-            (allocation, "take_span", take_nothing),
-            (allocation, "take_spans", take_no_spans),
-            (freeing, "put_span", put_nothing),
-            (freeing, "put_spans", put_no_spans),
+            (allocation, "take_spans", take_nothing),
+            (freeing, "put_spans", put_nothing),
         ]
     if not scenario.searches:
         changes.append((allocation, "malloc_last", find_nothing))

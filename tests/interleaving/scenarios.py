@@ -259,7 +259,7 @@ ALL = (
         nulls=False,
         script=((malloc(0, HALF), free(0)), (malloc(1, HALF),), (malloc(2, HALF), free(2))),
         plan=(
-            *directed(Turn(0, "guess_pages"), Turn(1), Turn(2), Turn(0)),
+            *directed(Turn(0, "try_pages"), Turn(1), Turn(2), Turn(0)),
             *directed(Turn(0, "open_places", 2), Turn(1), Turn(2), Turn(0)),
             *directed(Turn(0, "open_places", 3), Turn(1), Turn(2), Turn(0)),
             *samples(20),
@@ -479,7 +479,7 @@ ALL = (
         before=(THIRD,),
         script=((free(0),), (malloc(1, PAGE_BYTES), free(1))),
         plan=(
-            *directed(Turn(0, "put_span", 2), Turn(1), Turn(0)),
+            *directed(Turn(0, "put_spans", 2), Turn(1), Turn(0)),
             *mostly(10),
         ),
     ),

@@ -34,7 +34,7 @@ KERNEL_LAYERS = [
     {"magazines"},
     {"search"},
     {"allocation", "freeing"},
-    {"debug.guarded_calls", "pointers"},
+    {"debug.guarded_calls", "debug.pointers"},
     {"api"},
     {"upkeep", "debug.debug_upkeep", "gather_scatter"},
     {"__init__", "debug"},
@@ -176,6 +176,28 @@ def test_imports_form_no_circle() -> None:
 def test_a_planted_circle_is_found() -> None:
     modules = {"a": {"b", "torch"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": {"e"}}
     assert circles(modules) == [["a", "b", "c"]]
+
+
+def constants_of_modules(source: str) -> list[str]:
+    """Constants that device code reaches through a module, as in ``layout.KEPT``."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr.isupper()
+    ]
+
+
+def test_constants_are_imported_by_name() -> None:
+    """The key of Triton's cache has the functions and the named constants that a kernel uses, but
+    no constants of modules: if one changed, the old code would run."""
+    kernels = (path for module, path in sources().items() if module.startswith(DEVICE))
+    found = {path.name: constants_of_modules(path.read_text()) for path in kernels}
+    assert not {name: wrong for name, wrong in found.items() if wrong}
+
+
+def test_a_planted_constant_of_a_module_is_found() -> None:
+    source = "def kernel(word):\n    return layout.page_out(word) + layout.KEPT\n"
+    assert constants_of_modules(source) == ["layout.KEPT"]
 
 
 # Of a module and another module's folder: public names, which cannot be other ones.

@@ -71,7 +71,7 @@ SHAPES = tuple(Shape(name, order) for name in ("MP", "WRC", "SB") for order in O
 _FENCE = Patch("atomics.py", 'f"fence.{sem}.gpu; mov.b32 $0, $1;"', '"mov.b32 $0, $1;"')
 _BARRIERS = Patch("atomics.py", "    tl.debug_barrier()\n", "", times=2)
 _MALLOC = Patch(
-    "allocation.py", '    fence(hint_ptr(heap), "acquire")\n', "    tl.debug_barrier()\n"
+    "allocation.py", '    fence(layout.hint_ptr(heap), "acquire")\n', "    tl.debug_barrier()\n"
 )
 _FREE = Patch("freeing.py", '    fence(heap + ERRORS, "release")\n', "    tl.debug_barrier()\n")
 

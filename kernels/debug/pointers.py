@@ -17,27 +17,15 @@ unsound addresses may belong to others.
 import triton
 import triton.language as tl
 
-from .addresses import block_start, locate, usable_any
-from .atomics import atomic_load
-from .bits import divide
-from .debug.block_table import (
-    RUN_USE,
-    control_block,
-    entry_epoch,
-    entry_granule,
-    entry_ptr,
-    entry_size,
-    is_debug,
-    is_live,
-    mark_epoch,
-    mark_ptr,
-    mark_use,
-    record_fault,
-)
-from .error_record import record_error
-from .lanes import any_lane, count_lanes, first_lane, lane_index, pick, width
-from .layout import E_INVALID_POINTER, NUM_CLASSES, PAGE_BYTES, address_of, class_bytes, load_base
-from .target import tell_host
+from ..addresses import block_start, locate, usable_any
+from ..atomics import atomic_load
+from ..bits import divide
+from ..error_record import record_error
+from ..lanes import any_lane, count_lanes, first_lane, lane_index, pick, width
+from ..layout import E_INVALID_POINTER, NUM_CLASSES, PAGE_BYTES, address_of, class_bytes, load_base
+from ..target import tell_host
+from . import block_table
+from .block_table import RUN_USE
 
 # Who found it, after those of `block_table`.
 BY_POINTER = tl.constexpr(4)
@@ -50,21 +38,21 @@ def look_up(heap, addr, active):
     """``(block, word, birth)``: what the table of a debug heap knows at int64 addresses. The start
     of the block, live or freed, in whose slot or run the address lies, and its entry; or 0s."""
     inside, page, granule = locate(heap, addr & -16, active)
-    mark = atomic_load(mark_ptr(heap, page), inside)
-    use = mark_use(mark)
+    mark = atomic_load(block_table.mark_ptr(heap, page), inside)
+    use = block_table.mark_use(mark)
     run = use >= RUN_USE
     head = tl.where(run, tl.maximum(page - (use - RUN_USE), 0), page)
     slot = class_bytes(tl.minimum(use, NUM_CLASSES - 1))
     first = tl.where(run, 0, divide(granule << 4, slot) * slot >> 4)
     base = load_base(heap)
-    block = tl.where(inside, address_of(base, head, first), base)
-    entry = entry_ptr(heap, block)
+    block = tl.where(inside, address_of(heap, head, first), base)
+    entry = block_table.entry_ptr(heap, block)
     word = atomic_load(entry, inside)
     birth = atomic_load(entry + 1, inside)
-    known = (word != 0) & (entry_granule(word) == (first & 3))
+    known = (word != 0) & (block_table.entry_granule(word) == (first & 3))
     # (Pages of a run have epochs of their own; the entry has that of the first.)
-    mark = atomic_load(mark_ptr(heap, head), inside)
-    known = known & (entry_epoch(birth) == mark_epoch(mark))
+    mark = atomic_load(block_table.mark_ptr(heap, head), inside)
+    known = known & (block_table.entry_epoch(birth) == block_table.mark_epoch(mark))
     return tl.where(known, block, 0), tl.where(known, word, 0), tl.where(known, birth, 0)
 
 
@@ -74,7 +62,7 @@ def record_unsound(heap, addr, block, word, birth, wrong, finder):
     while any_lane(wrong):
         lane = first_lane(wrong)
         kind = lane * 0 + E_INVALID_POINTER
-        record_fault(heap, kind, pick(addr, lane), pick(block, lane), pick(word, lane),
+        block_table.record_fault(heap, kind, pick(addr, lane), pick(block, lane), pick(word, lane),
                      pick(birth, lane), lane * 0 + finder)  # fmt: skip
         wrong = wrong & (lane_index(wrong) != lane)
 
@@ -83,8 +71,8 @@ def record_unsound(heap, addr, block, word, birth, wrong, finder):
 def report_pointers(heap, addr, nbytes, wrong, finder):
     """Record for ``wrong`` lanes that ``nbytes`` bytes at ``addr`` are not those of a live block.
     A debug heap records each with what it knows of the block, others the first with the count."""
-    if is_debug(heap):
-        heap = control_block(heap)
+    if block_table.is_debug(heap):
+        heap = block_table.control_block(heap)
         block, word, birth = look_up(heap, addr, wrong)
         record_unsound(heap, addr, block, word, birth, wrong, finder)
     elif any_lane(wrong):
@@ -97,9 +85,9 @@ def report_pointers(heap, addr, nbytes, wrong, finder):
 def sound_or_aside(heap, addr, nbytes: tl.constexpr, active):
     """In a debug heap: int64 addresses, and where those of active lanes are not sound for
     ``nbytes``, which is recorded, the address of unused memory."""
-    heap = control_block(heap)
+    heap = block_table.control_block(heap)
     block, word, birth = look_up(heap, addr, active)
-    sound = is_live(word) & (addr - block + nbytes <= entry_size(word))
+    sound = block_table.is_live(word) & (addr - block + nbytes <= block_table.entry_size(word))
     wrong = active & (sound == 0)
     record_unsound(heap, addr, block, word, birth, wrong, BY_POINTER)
     return tl.where(wrong, load_base(heap) - PAGE_BYTES, addr)
