@@ -262,7 +262,7 @@ def test_weakened_copies_still_apply(name: str, tmp_path: Path) -> None:
 def test_only_fences_order() -> None:
     """So there is nothing else to weaken."""
     for path in (ROOT / "kernels").rglob("*.py"):
-        assert set(re.findall(r"sem=([^,)]*)", path.read_text())) <= {'"relaxed"', "sem"}, path
+        assert set(re.findall(r"sem=([^,)\s]*)", path.read_text())) <= {'"relaxed"', "sem"}, path
 
 
 def test_a_patch_that_does_not_fit_is_refused(tmp_path: Path) -> None:
