@@ -54,8 +54,8 @@ def atomic_load(ptr, mask=None):
 @triton.jit
 def load_beside(ptr, looks, n: tl.constexpr):
     """Which of the ``n`` words from each lane's ``ptr`` on are not 0: a bit for each (int32); none
-    for lanes that do not look, but these may load, too. All loads are under way at one time. Near
-    the end of an array, what comes behind it in the state is loaded, too: the caller masks that."""
+    for lanes that do not look. All loads are under way at one time. Near the end of an array, what
+    comes behind it in the state is loaded, too: the caller masks that."""
     seen = (ptr.to(tl.int64) & 0).to(tl.int32)
     for step in tl.static_range(n):
         seen = seen | tl.where(atomic_load(ptr + step, looks) != 0, 1 << step, 0)

@@ -37,7 +37,7 @@ def is_wide(x):
 def anew(x):
     """``x``; but the compiler does not know that it is, and computes what depends on it anew.
 
-    For the beginning of a loop. Otherwise what is the same in each turn is computed before the loop
+    Otherwise what is the same in each turn of a loop, a caller's too, is computed before the loop
     and kept in registers all through, and these decide how many programs run at one time.
     """
     if has_ptx():

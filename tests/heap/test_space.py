@@ -188,8 +188,8 @@ def test_the_numbers_of_places_begin_again(opened: int) -> None:
 def test_two_lanes_may_have_tickets_for_one_slot() -> None:
     """Two places lead to one page, and a block has more lanes of its class than a page has slots.
 
-    Each of these lanes has a promise, so each gets a slot of its own, and the page no live bit
-    that nobody has."""
+    Each of these lanes has a promise, so each gets a slot of its own. The audit finds a live bit
+    that belongs to no block."""
     heap = BareHeap(16, stripes=1, ring=2)
     size, cls = 8192, CLASS_SIZES.index(8192)
     slots = CLASS_SLOTS[cls]
