@@ -7,17 +7,18 @@ import re
 import pytest
 
 from tests.compile.measure import ROOT, finish_child, start_child
-from tests.compile.uses import BASELINES, EXAMPLES, cases
+from tests.compile.uses import BASELINES, EXAMPLES, cases, modules
 
 KERNEL = re.compile(r"^@triton\.jit\ndef (\w+_kernel|make_rows)\(", re.M)
 
 
 @pytest.mark.compile
 @pytest.mark.slow
-def test_they_compile() -> None:
+@pytest.mark.parametrize("module", modules())
+def test_they_compile(module: str) -> None:
     """Without races at calls; ordinary heaps' kernels leave few registers to memory."""
-    found = finish_child(start_child(module="tests.compile.uses"))
-    assert len(found) == len(cases())
+    found = finish_child(start_child(module, module="tests.compile.uses"))
+    assert len(found) == sum(case.module == module for case in cases())
     for name, usage in found.items():
         assert usage["races"] == [], name
         if "+debug" not in name:

@@ -1,11 +1,13 @@
 """The kernels of the examples and of ``benchmarks/uses``, as they are launched on a GPU.
 
-``python -m tests.compile.uses`` compiles them for an H200 and prints what each needs as JSON.
+``python -m tests.compile.uses MODULE`` compiles those of a module for an H200 and prints what each
+needs as JSON.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 
 import triton
@@ -78,15 +80,21 @@ def cases() -> list[Case]:
     return found
 
 
-def main() -> None:
+def modules() -> list[str]:
+    return sorted({case.module for case in cases()})
+
+
+def main(module: str) -> None:
     from tests.compile.targets import usage
 
     found = {}
     for case in cases():
+        if case.module != module:
+            continue
         mode = ",".join(f"{name}={value}" for name, value in case.constexprs.items())
         found[f"{case.key} {mode}"] = asdict(usage(case, "cuda90"))
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

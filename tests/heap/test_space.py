@@ -188,7 +188,7 @@ def test_the_numbers_of_places_begin_again(opened: int) -> None:
 def test_two_lanes_may_have_tickets_for_one_slot() -> None:
     """Two places lead to one page, and a block has more lanes of its class than a page has slots.
 
-    Each of these lanes has a promise, so each gets a slot of its own. The audit finds a live bit
+    Each of these lanes was granted a slot, so each gets one of its own. The audit finds a live bit
     that belongs to no block."""
     heap = BareHeap(16, stripes=1, ring=2)
     size, cls = 8192, CLASS_SIZES.index(8192)
