@@ -12,9 +12,8 @@ same), ``payload`` (zeroing and copying blocks), ``pages`` (free pages), ``live`
 ``lines`` (which pages a program takes slots from), ``addresses`` (what lies at an address),
 ``magazines`` (slots that a program freed), ``search`` (looking everywhere; runs of pages),
 ``allocation`` and ``freeing`` (malloc and free), ``debug`` (debug heaps; is there a block behind an
-address), ``api`` (what a kernel calls), ``upkeep`` and ``gather_scatter`` (what the
-host launches). Where to begin: kernels/README.md. The protocol, and why it is correct:
-docs/design/heap.md.
+address), ``api`` (what a kernel calls), ``upkeep`` (what the host launches). Where to begin:
+kernels/README.md. The protocol, and why it is correct: docs/design/heap.md.
 """
 
 import inspect

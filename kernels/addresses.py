@@ -10,7 +10,6 @@ import triton.language as tl
 
 from . import layout
 from .atomics import atomic_load
-from .bits import divide
 from .lanes import any_lane, is_block
 from .layout import PAGE_LOG2, RUN, SLAB
 from .live import live_bit
@@ -62,18 +61,3 @@ def usable_any(heap, addr, active):
         (word & SLAB) != 0, layout.class_bytes(layout.page_class(word)).to(tl.int64), 0
     )
     return tl.where((word & RUN) != 0, layout.run_pages(word) << PAGE_LOG2, nbytes)
-
-
-@triton.jit
-def block_start(heap, addr, active):
-    """Where a block that the address lies in would begin: at a slot, or at a run. The base of the
-    heap for addresses that are not the heap's, and in inactive lanes. (For the interpreter:
-    see :func:`run_head`.)"""
-    inside, page, granule = locate(heap, addr & -16, active)
-    word = atomic_load(layout.page_word_ptr(heap, page), inside)
-    size = layout.class_bytes(layout.page_class(word))
-    slab = (word & SLAB) != 0
-    first = tl.where(slab, divide(granule << 4, size) * (size >> 4), 0)
-    # Behind the first page of a run the page words are of no kind.
-    head = run_head(heap, page, inside & ((word & (SLAB + RUN)) == 0))
-    return layout.address_of(heap, head, first)

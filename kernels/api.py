@@ -158,13 +158,7 @@ def malloc(heap, nbytes, mask=None, tag=0):
     Launch a block with a warp for each 512 lanes: with Triton 3.6, NVIDIA's assembler cannot
     place 32 lanes in a thread.
     """
-    sizes, active = as_request(heap, nbytes, mask)
-    tl.static_assert(is_tag(tag, sizes), "a tag is an integer, or one for each request")
-    if is_debug(heap):
-        addr = malloc_guarded(control_block(heap), sizes, active, tag, False)
-    else:
-        addr = malloc_any(heap, sizes, active)
-    return addr
+    return allocate(heap, nbytes, mask, tag, False)
 
 
 @triton.jit
@@ -199,13 +193,19 @@ def usable_size(heap, addr, mask=None):
 @triton.jit
 def zeros(heap, nbytes, mask=None, tag=0):
     """:func:`malloc` of memory that is zero."""
+    return allocate(heap, nbytes, mask, tag, True)
+
+
+@triton.jit
+def allocate(heap, nbytes, mask, tag, zero: tl.constexpr):
     sizes, active = as_request(heap, nbytes, mask)
     tl.static_assert(is_tag(tag, sizes), "a tag is an integer, or one for each request")
     if is_debug(heap):
-        addr = malloc_guarded(control_block(heap), sizes, active, tag, True)
+        addr = malloc_guarded(control_block(heap), sizes, active, tag, zero)
     else:
         addr = malloc_any(heap, sizes, active)
-        fill(addr, tl.where(addr != 0, sizes, 0))
+        if zero:
+            fill(addr, tl.where(addr != 0, sizes, 0))
     return addr
 
 

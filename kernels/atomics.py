@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import num_warps
 
 from .lanes import width
-from .target import has_amdgcn, has_ptx
+from .target import assembly, has_amdgcn, has_ptx
 
 
 @triton.jit
@@ -28,21 +28,9 @@ def atomic_load(ptr, mask=None):
         active = tl.full(ptr.shape, 1, tl.int32)
         if mask is not None:
             active = mask.to(tl.int32)
-        value = tl.inline_asm_elementwise(
-            """
-            {
-                .reg .pred active;
-                setp.ne.s32 active, $2, 0;
-                mov.b64 $0, 0;
-                @active ld.relaxed.gpu.global.b64 $0, [$1];
-            }
-            """,
-            "=&l,l,r",
-            [ptr, active],
-            dtype=tl.int64,
-            is_pure=False,
-            pack=1,
-        )
+        load: tl.constexpr = "@active ld.relaxed.gpu.global.b64 $0, [$1];"
+        start: tl.constexpr = ".reg .pred active; setp.ne.s32 active, $2, 0; mov.b64 $0, 0;"
+        value = assembly("{" + start + load + "}", "=&l,l,r", (ptr, active), tl.int64)
     elif mask is None:
         value = tl.atomic_or(ptr, zero, sem="relaxed")
     else:
@@ -109,24 +97,11 @@ def fence(word, sem: tl.constexpr):
     so each wave first waits for its own accesses.
     """
     if has_amdgcn():
-        tl.inline_asm_elementwise(
-            "s_waitcnt vmcnt(0) lgkmcnt(0); v_mov_b32 $0, $1",
-            "=v,v",
-            [tl.full((), 0, tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        wait: tl.constexpr = "s_waitcnt vmcnt(0) lgkmcnt(0); v_mov_b32 $0, $1"
+        assembly(wait, "=v,v", (tl.full((), 0, tl.int32),), tl.int32)
     tl.debug_barrier()
     if has_ptx():
-        tl.inline_asm_elementwise(
-            fence_instruction(sem),
-            "=r,r",
-            [tl.full((), 0, tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        assembly(fence_instruction(sem), "=r,r", (tl.full((), 0, tl.int32),), tl.int32)
     else:
         tl.atomic_add(word, tl.full((), 0, tl.int64), sem=sem)
     tl.debug_barrier()

@@ -8,7 +8,7 @@ blocks alike.
 import triton
 import triton.language as tl
 
-from .target import has_ptx
+from .target import assembly, has_ptx
 
 
 @triton.jit
@@ -27,9 +27,7 @@ def halves(x):
 def join(high, low):
     """The int64 whose :func:`halves` are ``high`` and ``low``."""
     if has_ptx():
-        word = tl.inline_asm_elementwise(
-            "mov.b64 $0, {$2, $1};", "=l,r,r", [high, low], dtype=tl.int64, is_pure=True, pack=1
-        )
+        word = assembly("mov.b64 $0, {$2, $1};", "=l,r,r", (high, low), tl.int64, True)
     else:
         word = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
     return word
@@ -56,9 +54,7 @@ def shift_left(x, n):
     """``x << n`` of int64 ``x`` for int32 ``n`` >= 0; 0 where ``n`` >= 64, as NVIDIA's instruction
     gives and LLVM's does not."""
     if has_ptx():
-        y = tl.inline_asm_elementwise(
-            "shl.b64 $0, $1, $2;", "=l,l,r", [x, n], dtype=tl.int64, is_pure=True, pack=1
-        )
+        y = assembly("shl.b64 $0, $1, $2;", "=l,l,r", (x, n), tl.int64, True)
     else:
         y = tl.where(n < 64, x << (n & 63).to(tl.int64), 0)
     return y
@@ -116,9 +112,7 @@ def divide(x, d):
     d = d.to(tl.float32)
     if has_ptx():
         # (A division would also have to be right for very small and large ``d``.)
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1
-        )
+        inverse = assembly("rcp.approx.ftz.f32 $0, $1;", "=f,f", (d,), tl.float32, True)
     else:
         inverse = 1.0 / d
     return ((x.to(tl.float32) + 0.5) * inverse).to(tl.int32)

@@ -14,7 +14,6 @@ from .layout import E_DOUBLE_FREE, E_INVALID_FREE, ERRORS, FREES, HINT_STRIDE, O
 from .lines import leave_account, leave_one, leave_pages, retire_run
 from .live import heard, live_bit, speak_for
 from .magazines import put_spans, spans_of_block
-from .target import anew
 
 
 @triton.jit(noinline=True)
@@ -43,7 +42,7 @@ def count_frees(heap, count):
     """Count ``count`` (int32 scalar) blocks that were freed."""
     # (As a block of different addresses: for one, the assembler adds code to collect lanes.)
     lane = tl.arange(0, 32)
-    ptr = layout.hint_ptr(anew(heap)) + FREES + lane * HINT_STRIDE
+    ptr = layout.hint_ptr(heap) + FREES + lane * HINT_STRIDE
     tl.atomic_add(ptr, count.to(tl.int64), mask=lane == 0, sem="relaxed")
 
 

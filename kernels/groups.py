@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .lanes import lane_index
-from .target import has_ptx, is_interpreted
+from .target import assembly, has_ptx, is_interpreted
 
 # How many lanes of a block are served together.
 GROUP = tl.constexpr(32)
@@ -94,14 +94,9 @@ def alike(keys, active, bits: tl.constexpr = 0):
     lane = lane_index(keys)
     key = tl.where(active, keys, -1)
     if has_ptx():
-        leader, rank, count, upto = tl.inline_asm_elementwise(
-            alike_instructions(bits),
-            "=&r,=&r,=&r,=&r,r,r",
-            [key, lane],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=False,
-            pack=1,
-        )
+        four: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
+        text: tl.constexpr = alike_instructions(bits)
+        leader, rank, count, upto = assembly(text, "=&r,=&r,=&r,=&r,r,r", (key, lane), four)
     elif is_interpreted():
         # As on a device: 32 lanes at a time.
         rows: tl.constexpr = (keys.shape[0] // min(keys.shape[0], 32), min(keys.shape[0], 32))
@@ -127,8 +122,7 @@ def last_start(upto, starts):
     must be one: a group in parts becomes groups. With ``upto`` from :func:`alike`."""
     lane = lane_index(upto)
     if has_ptx():
-        lane = tl.inline_asm_elementwise(
-            """
+        text: tl.constexpr = """
             {
                 .reg .b32 threads;
                 .reg .pred starts;
@@ -138,13 +132,8 @@ def last_start(upto, starts):
                 bfind.u32 threads, threads;
                 shfl.sync.idx.b32 $0, $3, threads, 31, 0xffffffff;
             }
-            """,
-            "=r,r,r,r",
-            [upto, starts.to(tl.int32), lane],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+            """
+        lane = assembly(text, "=r,r,r,r", (upto, starts.to(tl.int32), lane), tl.int32)
     elif is_interpreted():
         there = (upto[:, None] >> lane[None, :]) & starts.to(tl.int32)[None, :] & 1
         lane = tl.max(tl.where(there != 0, lane[None, :], 0), axis=1)

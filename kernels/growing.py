@@ -25,7 +25,7 @@ import triton.language as tl
 
 from .atomics import atomic_cas, load_one
 from .layout import ANSWERS, BELL, PAGE_LOG2, free_row, load_chunks, load_immutable
-from .target import has_ptx, is_interpreted, let_host_run
+from .target import assembly, has_ptx, is_interpreted, let_host_run
 
 # How often to look at ANSWERS: for about a tenth of a second on an H100, and two when interpreted.
 # The bell is rung before every 128th look.
@@ -48,14 +48,8 @@ def ring(heap, word):
     """Write an int64 scalar where the host sees it."""
     bell = load_immutable(heap, BELL)
     if has_ptx():
-        tl.inline_asm_elementwise(
-            "st.relaxed.sys.global.b64 [$1], $2; mov.b32 $0, 0;",
-            "=r,l,l",
-            [bell, word],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        store: tl.constexpr = "st.relaxed.sys.global.b64 [$1], $2; mov.b32 $0, 0;"
+        assembly(store, "=r,l,l", (bell, word), tl.int32)
     else:
         tl.store(bell.to(tl.pointer_type(tl.int64)), word)
 

@@ -43,7 +43,7 @@ import triton.language as tl
 
 from .atomics import load_one
 from .bits import divide, floor_log2
-from .target import anew, has_ptx
+from .target import anew, assembly, has_ptx
 
 MAGIC = tl.constexpr(0x0DE7A110C0000002)
 
@@ -135,9 +135,7 @@ def load_immutable(heap, word: tl.constexpr):
     cache, which an acquire empties.
     """
     if has_ptx():
-        value = tl.inline_asm_elementwise(
-            immutable_load(word), "=l,l", [heap], dtype=tl.int64, is_pure=True, pack=1
-        )
+        value = assembly(immutable_load(word), "=l,l", (heap,), tl.int64, True)
     else:
         value = tl.load(heap + word)
     return value
@@ -178,7 +176,7 @@ def load_pages(heap):
     pages = load_immutable(heap, PAGES).to(tl.int32)
     if pages == 0:
         copy = program_index() & (EXTENT_COPIES - 1)
-        pages = load_one(anew(heap) + EXTENT + copy)
+        pages = load_one(heap + EXTENT + copy)
     return pages
 
 

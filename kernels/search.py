@@ -13,7 +13,7 @@ from . import layout
 from .atomics import atomic_load
 from .bits import lowest_bit, lsr, mix, next_bit, popcount, run_starts
 from .lanes import any_lane, count_lanes, pick, rank_of
-from .layout import MAGAZINE_MASK, MAGAZINES, PAGE_WORD, REACHED, SLAB
+from .layout import PAGE_WORD, REACHED, SLAB
 from .lines import leave_one, promise, retire_pages, touch_words
 from .magazines import release_spans
 from .pages import give_run, one_of, run_bits
@@ -23,51 +23,40 @@ FAR = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def rest_magazines(heap, first):
-    """Empty the 32 magazines from ``first`` on, as far as there are any. Returns how many were
-    full."""
+def take_rest(heap, first):
+    """Empty the 32 magazines from ``first`` on, and retire those of the 32 pages from there on that
+    are slabs with nothing out, whether or not a place leads to them. Returns how many of both there
+    were (int32). A page whose last slots lie in a magazine further on needs another call."""
     lane = tl.arange(0, 32)
-    ptr = heap + layout.load_immutable(heap, MAGAZINES) + first + lane
-    here = first + lane <= layout.load_immutable(heap, MAGAZINE_MASK).to(tl.int32)
+    magazines, mask = layout.load_magazines(heap)
+    ptr = magazines + first + lane
+    here = first + lane <= mask
     full = here & (atomic_load(ptr, here) != 0)
     if any_lane(full):
         # (An exchange for nothing. Triton 3.6 cannot compile one of these addresses for AMD.)
         span = tl.atomic_and(ptr, (lane * 0).to(tl.int64), mask=full, sem="relaxed")
         full = full & (span != 0)
         release_spans(heap, span, full)
-    return count_lanes(full)
-
-
-@triton.jit
-def rest_pages(heap, first):
-    """Retire those of the 32 pages from ``first`` on that are slabs with nothing out, whether or
-    not a place leads to them. Returns how many."""
-    lane = tl.arange(0, 32)
     pages = layout.load_pages(heap)
     here = first + lane < pages
     page = tl.minimum(first + lane, pages - 1)
     word = atomic_load(layout.page_word_ptr(heap, page), here)
     idle = here & ((word & SLAB) != 0) & (layout.page_out(word) == 0)
-    won = idle
     if any_lane(idle):
-        won = retire_pages(heap, page, word, idle, idle)
-    return count_lanes(won)
+        idle = retire_pages(heap, page, word, idle, idle)
+    return count_lanes(full) + count_lanes(idle)
 
 
 @triton.jit(noinline=True)
 def take_what_rests(heap):
     """Empty all magazines, and retire pages that are kept with nothing out. Returns how many there
     were (int32)."""
-    magazines = layout.load_immutable(heap, MAGAZINE_MASK).to(tl.int32) + 1
-    some = magazines * 0
+    _first, mask = layout.load_magazines(heap)
+    end = tl.maximum(mask + 1, layout.load_pages(heap))
+    some = end * 0
     at = some
-    while at < magazines:
-        some += rest_magazines(heap, at)
-        at += 32
-    pages = layout.load_pages(heap)
-    at = pages * 0
-    while at < pages:
-        some += rest_pages(heap, at)
+    while at < end:
+        some += take_rest(heap, at)
         at += 32
     return some
 

@@ -27,28 +27,25 @@ def is_interpreted():
     return triton.knobs.runtime.interpret
 
 
-@triton.constexpr_function
-def is_wide(x):
-    """Whether a tensor has 64 bits to an element, rather than 32."""
-    return x.dtype.is_ptr() or x.dtype.primitive_bitwidth == 64
+@triton.jit
+def assembly(
+    text: tl.constexpr, registers: tl.constexpr, x, dtype: tl.constexpr, pure: tl.constexpr = False
+):
+    """What instructions in the target's assembly make of the operands ``x`` (a tuple), lane by
+    lane. Those that are not ``pure`` stay where they are, and each thread that holds a lane
+    executes them."""
+    return tl.inline_asm_elementwise(text, registers, x, dtype=dtype.value, is_pure=pure, pack=1)
 
 
 @triton.jit
 def anew(x):
-    """``x``; but the compiler does not know that it is, and computes what depends on it anew.
+    """``x`` (int32); but the compiler does not know it, and computes what depends on it anew.
 
     Otherwise what is the same in each turn of a loop, a caller's too, is computed before the loop
     and kept in registers all through, and these decide how many programs run at one time.
     """
     if has_ptx():
-        if is_wide(x):
-            x = tl.inline_asm_elementwise(
-                "mov.b64 $0, $1;", "=l,l", [x], dtype=x.dtype, is_pure=False, pack=1
-            )
-        else:
-            x = tl.inline_asm_elementwise(
-                "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
-            )
+        x = assembly("mov.b32 $0, $1;", "=r,r", (x,), tl.int32)
     return x
 
 

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .api import free, malloc, usable_size
 from .layout import program_index
-from .search import rest_magazines, rest_pages
+from .search import take_rest
 
 
 @triton.jit
@@ -37,17 +37,9 @@ def usable_size_kernel(heap, addrs, sizes, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rest_magazines_kernel(heap):
-    """Empty all magazines, 64 by each program."""
+def rest_kernel(heap):
+    """Empty all magazines and retire all pages without blocks, 64 of both by each program. After a
+    second launch all that is not live is free, and serves any size."""
     first = program_index() * 64
-    rest_magazines(heap, first)
-    rest_magazines(heap, first + 32)
-
-
-@triton.jit
-def rest_pages_kernel(heap):
-    """Retire all pages without blocks, a chunk by each program. If magazines are empty, all that is
-    not live is free then, and serves any size."""
-    first = program_index() * 64
-    rest_pages(heap, first)
-    rest_pages(heap, first + 32)
+    take_rest(heap, first)
+    take_rest(heap, first + 32)

@@ -28,7 +28,7 @@ import triton.language as tl
 
 from devalloc import kernels as da
 from devalloc.errors import InvalidArgument
-from devalloc.kernels.gather_scatter import owner_of
+from devalloc.heap.gather_scatter import owner_of
 
 if TYPE_CHECKING:
     from devalloc.heap import Heap

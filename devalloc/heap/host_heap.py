@@ -690,10 +690,10 @@ class Heap(JaggedMethods, Owner):
     def _rest(self) -> None:
         """Make everything free that is not live: slots in magazines, then pages without blocks."""
         self._require_open()
-        magazines, pages = (-(-n // 64) for n in (self._geometry.magazines, self._state_pages))
+        programs = -(-max(self._geometry.magazines, self._state_pages) // 64)
         with on_device(self.device):
-            upkeep.rest_magazines_kernel[(magazines,)](self._handle, num_warps=1)
-            upkeep.rest_pages_kernel[(pages,)](self._handle, num_warps=1)
+            for _ in range(2):
+                upkeep.rest_kernel[(programs,)](self._handle, num_warps=1)
 
     def _take_chunks(self, firsts: list[int], counts: list[int], taken: torch.Tensor) -> None:
         first, count = (self._upload(torch.tensor(each, device="cpu")) for each in (firsts, counts))

@@ -9,8 +9,8 @@ import torch
 
 from devalloc.common.arguments import require_dtype
 from devalloc.errors import InvalidArgument
+from devalloc.heap import gather_scatter
 from devalloc.heap.devices import INTERPRETED, on_device
-from devalloc.kernels import gather_scatter
 from devalloc.sizes import quote
 
 # Units (of at most 8 bytes) of a program, and of a step of it, which keeps enough loads on their

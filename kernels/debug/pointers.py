@@ -17,12 +17,23 @@ unsound addresses may belong to others.
 import triton
 import triton.language as tl
 
-from ..addresses import block_start, locate, usable_any
+from ..addresses import locate, run_head, usable_any
 from ..atomics import atomic_load
 from ..bits import divide
 from ..error_record import record_error
 from ..lanes import any_lane, count_lanes, first_lane, lane_index, pick, width
-from ..layout import E_INVALID_POINTER, NUM_CLASSES, PAGE_BYTES, address_of, class_bytes, load_base
+from ..layout import (
+    E_INVALID_POINTER,
+    NUM_CLASSES,
+    PAGE_BYTES,
+    RUN,
+    SLAB,
+    address_of,
+    class_bytes,
+    load_base,
+    page_class,
+    page_word_ptr,
+)
 from ..target import tell_host
 from . import block_table
 from .block_table import RUN_USE
@@ -91,6 +102,21 @@ def sound_or_aside(heap, addr, nbytes: tl.constexpr, active):
     wrong = active & (sound == 0)
     record_unsound(heap, addr, block, word, birth, wrong, BY_POINTER)
     return tl.where(wrong, load_base(heap) - PAGE_BYTES, addr)
+
+
+@triton.jit
+def block_start(heap, addr, active):
+    """Where a block that the address lies in would begin: at a slot, or at a run. The base of the
+    heap for addresses that are not the heap's, and in inactive lanes. (For the interpreter:
+    see :func:`run_head`.)"""
+    inside, page, granule = locate(heap, addr & -16, active)
+    word = atomic_load(page_word_ptr(heap, page), inside)
+    size = class_bytes(page_class(word))
+    slab = (word & SLAB) != 0
+    first = tl.where(slab, divide(granule << 4, size) * (size >> 4), 0)
+    # Behind the first page of a run the page words are of no kind.
+    head = run_head(heap, page, inside & ((word & (SLAB + RUN)) == 0))
+    return address_of(heap, head, first)
 
 
 @triton.jit

@@ -109,16 +109,15 @@ ENTRY_POINTS: dict[str, list[tuple[dict[str, str], int, dict[str, int]]]] = {
     "devalloc.kernels.upkeep.malloc_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.free_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.usable_size_kernel": [(REQUESTS, 1, BLOCK)],
-    "devalloc.kernels.upkeep.rest_magazines_kernel": [(HEAP, 1, {})],
-    "devalloc.kernels.upkeep.rest_pages_kernel": [(HEAP, 1, {})],
+    "devalloc.kernels.upkeep.rest_kernel": [(HEAP, 1, {})],
     "devalloc.kernels.growing.take_chunks_kernel": [
         (HEAP | {"firsts": "*i64", "counts": "*i64", "taken": "*i64"}, 1, {})
     ],
-    "devalloc.kernels.gather_scatter.gather_kernel": [
+    "devalloc.heap.gather_scatter.gather_kernel": [
         (ROWS, 4, MOVED),
         (ROWS | {"heap": DEBUG_HEAP}, 4, MOVED),
     ],
-    "devalloc.kernels.gather_scatter.scatter_kernel": [(ROWS, 4, MOVED)],
+    "devalloc.heap.gather_scatter.scatter_kernel": [(ROWS, 4, MOVED)],
     "devalloc.kernels.debug.debug_upkeep.malloc_tagged_kernel": [
         (REQUESTS | {"heap": DEBUG_HEAP, "tag": "i32"}, 1, BLOCK)
     ],
@@ -179,8 +178,7 @@ EVERYWHERE = frozenset({
     "zeros_lanes+debug/w4",
     "pointer_lanes+debug/w4",
     "gather_scatter.gather_kernel/w4",
-    "upkeep.rest_magazines_kernel/w1",
-    "upkeep.rest_pages_kernel/w1",
+    "upkeep.rest_kernel/w1",
     "debug_upkeep.audit_kernel+debug/w1",
     "debug_upkeep.clock_kernel/w1",
     PROBE.key,

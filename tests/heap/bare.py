@@ -11,7 +11,7 @@ from devalloc.heap.geometry import Geometry, initialise
 from devalloc.heap.heap_audit import audit
 from devalloc.heap.state import Snapshot, State, Stats
 from devalloc.kernels.search import take_what_rests
-from devalloc.kernels.upkeep import rest_magazines_kernel, rest_pages_kernel, usable_size_kernel
+from devalloc.kernels.upkeep import rest_kernel, usable_size_kernel
 
 NOWHERE = 1 << 40
 """The address of page 0."""
@@ -55,7 +55,7 @@ def pairs_kernel(heap, n, size):
 
 
 @triton.jit
-def rest_kernel(heap, rested):
+def search_rest_kernel(heap, rested):
     tl.store(rested, take_what_rests(heap).to(tl.int64))
 
 
@@ -124,13 +124,13 @@ class BareHeap:
     def rest(self) -> int:
         """Take what rests, as a search does: spans out of magazines, and empty pages."""
         rested = torch.zeros(1, dtype=torch.int64)
-        rest_kernel[(1,)](self.handle, rested)
+        search_rest_kernel[(1,)](self.handle, rested)
         return int(rested)
 
     def trim(self) -> None:
         """The same by many programs."""
-        rest_magazines_kernel[(self.geometry.chunks,)](self.handle)
-        rest_pages_kernel[(self.geometry.chunks,)](self.handle)
+        for _ in range(2):
+            rest_kernel[(self.geometry.chunks,)](self.handle)
 
     def usable_size(self, addrs: torch.Tensor) -> torch.Tensor:
         sizes = torch.empty_like(addrs)

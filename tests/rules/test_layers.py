@@ -36,7 +36,7 @@ KERNEL_LAYERS = [
     {"allocation", "freeing"},
     {"debug.guarded_calls", "debug.pointers"},
     {"api"},
-    {"upkeep", "debug.debug_upkeep", "gather_scatter"},
+    {"upkeep", "debug.debug_upkeep"},
     {"__init__", "debug"},
 ]
 

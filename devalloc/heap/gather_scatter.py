@@ -12,12 +12,12 @@ nothing outside of the tensor and of live blocks is touched.
 import triton
 import triton.language as tl
 
-from .api import usable_size
-from .debug.block_table import control_block
-from .debug.pointers import BY_GATHER, BY_SCATTER, report_pointers
-from .error_record import record_error
-from .lanes import any_lane, count_lanes, first_lane, pick
-from .layout import E_INVALID_ARGUMENT, IN_ROWS
+from devalloc.kernels import usable_size
+from devalloc.kernels.debug.block_table import control_block
+from devalloc.kernels.debug.pointers import BY_GATHER, BY_SCATTER, report_pointers
+from devalloc.kernels.error_record import record_error
+from devalloc.kernels.lanes import any_lane, count_lanes, first_lane, pick
+from devalloc.kernels.layout import E_INVALID_ARGUMENT, IN_ROWS
 
 
 @triton.jit
