@@ -11,7 +11,7 @@ from .error_record import record_error
 from .groups import GROUP, alike, has_groups
 from .lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick, width
 from .layout import E_DOUBLE_FREE, E_INVALID_FREE, ERRORS, FREES, HINT_STRIDE, OUT_MASK, RUN, SLAB
-from .lines import leave_account, leave_one, leave_pages, retire_run
+from .lines import leave_account, leave_one, retire_run
 from .live import heard, live_bit, speak_for
 from .magazines import put_spans, spans_of_block
 
@@ -151,8 +151,7 @@ def free_block(heap, records, magazines, addr, given, active, page, granule):
                 lead = tl.where(inside, lead, 0)
                 words = tl.gather(now, lead, 0)
                 left = tl.gather(counts, lead, 0)
-                some = tl.minimum(pages - done, 16)
-                leave_pages(heap, first_page + done, some, words, left, inside)
+                leave_account(heap, first_page + number, words, left, inside)
                 done += 16
         else:
             leave_account(heap, page, now, counts, speaks)

@@ -62,28 +62,32 @@ def first_lane(flags):
 
 
 @triton.jit
-def pick(values, lane):
-    """The value in ``lane`` of a block, as a scalar; 0 if the block has no such lane."""
+def unite(values):
+    """The sum of a block, as a scalar: the union, if each bit is set in one lane at most."""
     if is_block(values):
-        here = tl.arange(0, values.shape[0]) == lane
         if values.dtype == tl.int64:
             high, low = halves(values)
-            high = tl.sum(tl.where(here, high, 0), axis=0)
-            value = join(high, tl.sum(tl.where(here, low, 0), axis=0))
+            value = join(tl.sum(high, axis=0), tl.sum(low, axis=0))
         else:
-            value = tl.sum(tl.where(here, values, 0), axis=0)
+            value = tl.sum(values, axis=0)
     else:
         value = values
     return value
 
 
 @triton.jit
+def pick(values, lane):
+    """The value in ``lane`` of a block, as a scalar; 0 if the block has no such lane."""
+    if is_block(values):
+        values = unite(tl.where(tl.arange(0, values.shape[0]) == lane, values, 0))
+    return values
+
+
+@triton.jit
 def lane_bits(flags):
     """The flags of a block of 64 lanes as the bits of one word."""
-    lane = tl.arange(0, 64)
-    bit = tl.where(flags, (lane & 0) + 1 << (lane & 31), 0)
-    high = tl.sum(tl.where(lane >= 32, bit, 0), axis=0)
-    return join(high, tl.sum(tl.where(lane < 32, bit, 0), axis=0))
+    bit = (flags.to(tl.int64) * 0 + 1) << tl.arange(0, 64).to(tl.int64)
+    return unite(tl.where(flags, bit, 0))
 
 
 @triton.jit

@@ -22,10 +22,10 @@ import triton.language as tl
 from . import layout
 from .atomics import atomic_cas, atomic_load, fence, load_beside
 from .bits import divide, lsr, mix, next_bit
-from .lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick, rank_of
+from .lanes import any_lane, first_lane, is_block, lane_index, pick, rank_of
 from .lanes import width as width_of
 from .layout import ERRORS, KEPT, OPENED, OUT_MASK, PLACE_MASK, REACHED, RUN, SLAB, SPANNED
-from .pages import find_pages, give_pages, give_run, give_together, lower_hint, spread, try_pages
+from .pages import find_pages, give_pages, give_run, spread, try_pages
 
 LOOKS = tl.constexpr(8)  # how many pages of the row of its class an opener tries
 BESIDE = tl.constexpr(8)  # in how many words, which it loads at one time
@@ -54,9 +54,8 @@ def ticket_place(word, rank, slots):
 
 @triton.jit
 def retire(heap, page, word, idle, listed):
-    """Take the ``idle`` pages, which have nothing out by their words, out of use, unless another
-    program has come to them since. Returns those that now are the caller's. Those that are
-    ``listed`` may be in the row of their class."""
+    """Make the ``idle`` pages free, which have nothing out by their words, unless another program
+    has come to them since. Returns which. Those ``listed`` may be in the row of their class."""
     lane = lane_index(page)
     ptr = layout.page_word_ptr(heap, page)
     if is_block(page):
@@ -65,15 +64,7 @@ def retire(heap, page, word, idle, listed):
     won = idle & (old == word)
     row = layout.class_row(heap, layout.page_class(word)) + (page >> 6)
     tl.atomic_and(row, layout.bit_of(page) ^ -1, mask=won & listed, sem="relaxed")
-    return won
-
-
-@triton.jit
-def retire_pages(heap, page, word, idle, listed):
-    """:func:`retire`, and make those pages free. Returns which."""
-    won = retire(heap, page, word, idle, listed)
     give_pages(heap, page, won)
-    lower_hint(heap, page, won)
     return won
 
 
@@ -107,7 +98,6 @@ def retire_run(heap, page, word, owner: tl.constexpr):
             fence(heap + ERRORS, "acq_rel")
         length = layout.run_pages(word).to(tl.int32)
         give_run(heap, page, length + touch_words(heap, page, length, word & 0))
-        lower_hint(heap, page, page >= 0)
     return won
 
 
@@ -126,7 +116,7 @@ def leave_account(heap, page, now, counts, speaks, runs: tl.constexpr = True):
     tl.atomic_or(row, layout.bit_of(page), mask=crossed, sem="relaxed")
     ends = speaks & ((now & (RUN + OUT_MASK)) == RUN)
     if any_lane(idle | ends):
-        retire_pages(heap, page, now, idle, above == 0)
+        retire(heap, page, now, idle, above == 0)
         if runs:
             at = first_lane(ends)
             while at < width_of(ends):
@@ -141,25 +131,6 @@ def leave_one(heap, page):
     now = tl.atomic_add(layout.page_word_ptr(heap, page), -one, sem="relaxed") - one
     leave_account(heap, page, now, page * 0 + 1, page >= 0)
     return page * 0
-
-
-@triton.jit
-def leave_pages(heap, first_page, pages, words, counts, inside):
-    """:func:`leave_account` for the ``inside`` lanes of a block, each with one of ``pages`` pages
-    from ``first_page`` on."""
-    lane = lane_index(inside)
-    page = tl.where(inside, first_page + lane, first_page)
-    idle = inside & ((words & (KEPT + SLAB)) == SLAB) & (layout.page_out(words) == 0)
-    above = counts > layout.page_half(words)
-    if count_lanes(idle & above) == pages:
-        won = retire(heap, page, words, idle, inside & (inside == 0))
-        if count_lanes(won) == pages:
-            give_together(heap, first_page, pages)
-        else:
-            give_pages(heap, page, won)
-        lower_hint(heap, page, won & (lane == 0))
-    else:
-        leave_account(heap, page, words, counts, inside)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 from . import layout
 from .atomics import atomic_load, load_one
 from .bits import floor_log2, low_mask, lowest_bit, mix, next_bit, run_starts
-from .lanes import any_lane, first_lane, lane_bits, lane_index, pick
+from .lanes import any_lane, first_lane, lane_bits, lane_index, pick, unite
 from .layout import PAGE_BYTES
 
 RESIDENT = tl.constexpr(4096)  # programs that may look for pages at one time
@@ -140,28 +140,16 @@ def take_adjacent(heap, need, most):
 
 
 @triton.jit
-def lower_hint(heap, page, active):
-    """Let programs look for free pages from those of ``active`` lanes (or scalar) on, too."""
-    ptr = layout.hint_ptr(heap) + page * 0
-    tl.atomic_min(ptr, (page >> 6).to(tl.int64), mask=active, sem="relaxed")
-
-
-@triton.jit
 def give_pages(heap, page, active):
-    """Make the pages of ``active`` lanes (or scalar) free."""
-    ptr = layout.free_row(heap) + (page >> 6)
-    tl.atomic_or(ptr, layout.bit_of(page), mask=active, sem="relaxed")
-
-
-@triton.jit
-def give_together(heap, first_page, count):
-    """Make ``count`` pages (int32, at most 64) from ``first_page`` on free (scalars)."""
-    lane = tl.arange(0, 2)
-    here = tl.minimum(count, 64 - (first_page & 63))
-    first = low_mask(here) << (first_page & 63).to(tl.int64)
-    both = tl.where(lane == 0, first, low_mask(count - here))
-    ptr = layout.free_row(heap) + (first_page >> 6) + lane
-    tl.atomic_or(ptr, both, mask=both != 0, sem="relaxed")
+    """Make the pages of ``active`` lanes (or scalar) free, those of a chunk by one atomic, and let
+    programs look for free pages from there on, too."""
+    while any_lane(active):
+        chunk = pick(page, first_lane(active)) >> 6
+        here = active & (page >> 6 == chunk)
+        bits = unite(tl.where(here, layout.bit_of(page), 0))
+        tl.atomic_or(layout.free_row(heap) + chunk, bits, sem="relaxed")
+        tl.atomic_min(layout.hint_ptr(heap), chunk.to(tl.int64), sem="relaxed")
+        active = active & (here == 0)
 
 
 @triton.jit
@@ -174,9 +162,11 @@ def run_bits(page, n, chunk):
 
 @triton.jit(noinline=True)
 def give_run(heap, page, n):
-    """Make the ``n`` pages from ``page`` on (int32 scalars) free. Returns 0."""
+    """Make the ``n`` pages from ``page`` on (int32 scalars) free, as :func:`give_pages` does.
+    Returns 0."""
     lane = tl.arange(0, 32)
     at = page >> 6
+    tl.atomic_min(layout.hint_ptr(heap), at.to(tl.int64), sem="relaxed")
     while at * 64 < page + n:
         given = run_bits(page, n, at + lane)
         tl.atomic_or(layout.free_row(heap) + at + lane, given, mask=given != 0, sem="relaxed")

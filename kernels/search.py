@@ -14,7 +14,7 @@ from .atomics import atomic_load
 from .bits import lowest_bit, lsr, mix, next_bit, popcount, run_starts
 from .lanes import any_lane, count_lanes, pick, rank_of
 from .layout import PAGE_WORD, REACHED, SLAB
-from .lines import leave_one, promise, retire_pages, touch_words
+from .lines import leave_one, promise, retire, touch_words
 from .magazines import release_spans
 from .pages import give_run, one_of, run_bits
 
@@ -43,7 +43,7 @@ def take_rest(heap, first):
     word = atomic_load(layout.page_word_ptr(heap, page), here)
     idle = here & ((word & SLAB) != 0) & (layout.page_out(word) == 0)
     if any_lane(idle):
-        idle = retire_pages(heap, page, word, idle, idle)
+        idle = retire(heap, page, word, idle, idle)
     return count_lanes(full) + count_lanes(idle)
 
 
