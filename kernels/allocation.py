@@ -59,6 +59,41 @@ def claim_span(heap, span, size, index, good, shared: tl.constexpr):
 
 
 @triton.jit
+def use_tickets(heap, cls, word, rank, count, upto, active, front, area, skip, polls: tl.constexpr):
+    """Slots for tickets. Each active lane has the ``rank``-th of the ``count`` tickets of class
+    ``cls`` that its group (see ``alike``) drew by a subtraction that returned line word ``word``;
+    or all from there on, if it is alone. Those that lie in one half of a place are used together:
+    the first of these lanes, or the one that is alone, asks the page for all of them. Later tickets
+    are led elsewhere if it has too little room, or if ``skip`` is 1 and not 0.
+
+    Returns ``(span, index, tickets, page)``: a span of slots, of which the lane's is the
+    ``index``-th, or 0 if there is none for it; how many tickets are used together; and a page below
+    0 if the place was not open in time (LATE), or leads to no page (-1)."""
+    size = layout.class_bytes(cls)
+    slots = layout.slots_of(size)
+    place, slot = ticket_place(word, rank, slots)
+    opens = active & (slot == 0)
+    if lanes.any_lane(opens):
+        open_places(heap, cls, slots, place, opens, front, area)
+    middle = slots - (slots >> 1)
+    second = slot >= middle
+    index = tl.minimum(rank, tl.where(second, slot - middle, slot))
+    tickets = index + tl.minimum(count - rank, tl.where(second, slots, middle) - slot)
+    heads = active & (index == 0)
+    state = await_places(layout.place_ptr(heap, cls, place), place, heads, polls)
+    page = tl.where(layout.is_place(state, place), layout.place_page(state, second), LATE)
+    asks = heads & (page >= 0)
+    granted = promise(heap, page, cls, tickets, slots, asks)
+    stop_keeping(heap, page, asks & (slot + tickets == slots))
+    over = heads & (granted < tickets + skip)
+    if lanes.any_lane(over):
+        pass_over(heap, cls, page, place, tickets - granted, over)
+    page, granted = halves(from_leader(join(page, granted), last_start(upto, index == 0)))
+    span = layout.span_of(page, (slot - index) * (size >> 4), granted, cls)
+    return tl.where(active & (index < granted), span, 0), index, tickets, page
+
+
+@triton.jit
 def malloc_mixed(heap, cls, active, polls: tl.constexpr, whole: tl.constexpr):
     """Slots of classes ``cls`` for the active lanes: addresses, 0 where there is none. Only a whole
     block looks into magazines: they have what a whole one freed."""
@@ -67,10 +102,6 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr, whole: tl.constexpr):
     rounds = 0
     while lanes.any_lane(active) & (rounds < ROUNDS):
         size = layout.class_bytes(cls)
-        slots = layout.slots_of(size)
-        # (Early, and not each when it is needed: they come with the ticket.)
-        layout.load_base(heap)
-        layout.load_records(heap)
         leader, rank, count, upto = alike(cls, active, 6)
         leads = active & (leader == lane)
         span = (cls * 0).to(tl.int64)
@@ -78,135 +109,82 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr, whole: tl.constexpr):
             span = take_spans(heap, cls, count, leads)
         draws = leads & (span == 0)
         span = from_leader(span, leader)
-        good = active & (span != 0)
         index = rank
-        bad = active & (good == 0)
+        again = active & (span == 0)
         if lanes.any_lane(draws):
-            line = layout.line_ptr(heap, cls)
             front = atomic_load(layout.hint_ptr(heap) + lane * 0, lane == 0)
+            line = layout.line_ptr(heap, cls)
             word = tl.atomic_add(line, -count.to(tl.int64), mask=draws, sem="relaxed")
             # (What an opener needs, computed while the ticket is under way.)
             area = window(heap, tl.sum(tl.where(active, size, 0), axis=0))
             word = from_leader(word, leader)
-            place, slot = ticket_place(word, rank, slots)
-            opens = bad & (slot == 0)
-            if lanes.any_lane(opens):
-                at = lanes.pick(front, 0).to(tl.int32)
-                open_places(heap, cls, slots, place, opens, at, area)
-            # The lanes of half a place, whose tickets follow one another: the first reads the ring
-            # and asks the page for all.
-            middle = slots - (slots >> 1)
-            second = slot >= middle
-            before = tl.minimum(rank, tl.where(second, slot - middle, slot))
-            users = before + tl.minimum(count - rank, tl.where(second, slots, middle) - slot)
-            head = last_start(upto, before == 0)
-            heads = bad & (before == 0)
-            state = await_places(layout.place_ptr(heap, cls, place), place, heads, polls)
-            led = tl.where(layout.is_place(state, place), layout.place_page(state, second), LATE)
-            asks = heads & (led >= 0)
-            granted = promise(heap, led, cls, users, slots, asks)
-            packed = from_leader(join(tl.where(heads, led, LATE), granted), head)
-            led, granted = halves(packed)
-            got = bad & (led >= 0)
-            gets = got & (before < granted)
-            stop_keeping(heap, led, gets & (slot == slots - 1))
-            bad = bad & (gets == 0)
-            if lanes.any_lane(bad):
-                # (Where a place leads to no page, later tickets had better lead to another place.)
-                over = tl.where(got, heads & (granted < users), bad)
-                # (Where there was no page, a search is next.)
-                bad = bad & (led != -1)
-                pass_over(heap, cls, led, place, users - granted, over)
-            start = (slot - before) * (size >> 4)
-            span = tl.where(gets, layout.span_of(led, start, granted, cls), span)
-            index = tl.where(gets, before, index)
-            good = good | gets
+            front = lanes.pick(front, 0).to(tl.int32)
+            found, before, _tickets, page = use_tickets(
+                heap, cls, word, rank, count, upto, again, front, area, 0, polls
+            )
+            span = tl.where(again, found, span)
+            index = tl.where(again, before, index)
+            # (Where there was no page, a search is next.)
+            again = again & (found == 0) & (page != -1)
+        good = active & (span != 0)
         # (Several places may lead to one page, so two lanes may have one slot.)
         claimed = claim_span(heap, span, size, index, good, shared=False)
         addr = tl.where(good, claimed, addr)
-        active = bad
+        active = again
         rounds += 1
     return addr
 
 
 @triton.jit(noinline=True)
-def draw_spans(heap, cls, need, polls: tl.constexpr):
-    """Draw ``need`` tickets (int32 scalar, fewer than a page has slots) of class ``cls``. Returns
-    up to three spans of slots, as many as the tickets were good for; of page PAGE_MASK if a ticket
-    led to no page."""
-    part = tl.arange(0, 4)
+def next_span(heap, cls, word, done, need, polls: tl.constexpr):
+    """Use tickets of ``need`` (int32 scalar, fewer than a page has slots) of class ``cls``, which
+    are drawn if ``done`` is 0: those from the ``done``-th on that lie in one half of a place.
+    Returns the line word, and span, tickets and page as :func:`use_tickets` does (scalars)."""
+    lane = tl.arange(0, 32)
+    one = lane == 0
+    kind = cls + lane * 0
+    count = need + lane * 0
+    front = atomic_load(layout.hint_ptr(heap) + lane * 0, one)
+    if done == 0:
+        line = layout.line_ptr(heap, kind)
+        word = lanes.pick(tl.atomic_add(line, -count.to(tl.int64), mask=one, sem="relaxed"), 0)
+    # (If tickets lie across two halves, and could lie in one, later ones had better be elsewhere.)
     slots = layout.class_slots(cls)
-    front = atomic_load(layout.hint_ptr(heap) + part * 0, part == 0)
-    line = layout.line_ptr(heap, cls) + part * 0
-    change = -need.to(tl.int64) + (part * 0).to(tl.int64)
-    word = lanes.pick(tl.atomic_add(line, change, mask=part == 0, sem="relaxed"), 0)
-    place, slot = ticket_place(word, need * 0, slots)
-    # Half a place is a part.
-    middle = slots - (slots >> 1)
-    part += (slot >= middle).to(tl.int32)
-    ahead = part >> 1
-    second = (part & 1) != 0
-    begin = ahead * slots + tl.where(second, middle, 0)
-    end = tl.where(second, (ahead + 1) * slots, begin + middle)
-    begin = tl.maximum(begin, slot)
-    counts = tl.maximum(tl.minimum(end, slot + need) - begin, 0)
-    start = begin - ahead * slots
-    place += ahead
-    kind = cls + part * 0
-    opens = (counts > 0) & (start == 0)
-    if lanes.any_lane(opens):
-        at = lanes.pick(front, 0).to(tl.int32)
-        area = window(heap, layout.class_bytes(cls) * need)
-        open_places(heap, kind, slots + part * 0, place, opens, at, area)
-    state = await_places(layout.place_ptr(heap, kind, place), place, counts > 0, polls)
-    page = tl.where(layout.is_place(state, place), layout.place_page(state, second), LATE)
-    asks = (counts > 0) & (page >= 0)
-    granted = promise(heap, page, kind, counts, slots, asks)
-    last = asks & (start + counts == slots)
-    stop_keeping(heap, page, last)
-    # Later tickets had better lead to another place if this one leads to no page, where nothing is
-    # granted, or if this draw lies across two halves and could lie in one.
-    even = (middle * 2 == slots) & (divide(middle, need) * need == middle)
-    over = (granted < counts) | ((counts > 0) & (begin > tl.where(even, slot, PAGE_BYTES)))
-    if lanes.any_lane(over):
-        pass_over(heap, kind, page, place, counts - granted, over)
-    page = tl.where(page == -1, PAGE_MASK, tl.maximum(page, 0)).to(tl.int32)
-    spans = layout.span_of(page, start * (layout.class_bytes(cls) >> 4), granted, kind)
-    return lanes.pick(spans, 0), lanes.pick(spans, 1), lanes.pick(spans, 2)
-
-
-@triton.jit
-def has_no_page(span):
-    """Whether the span is that of a ticket that led to no page."""
-    return (span & PAGE_MASK) == PAGE_MASK
+    half = slots >> 1
+    skip = (done > 0) & (half * 2 == slots) & (divide(half, need) * need == half)
+    area = window(heap, layout.class_bytes(cls) * need)
+    front = lanes.pick(front, 0).to(tl.int32)
+    span, _index, tickets, page = use_tickets(
+        heap, kind, word + lane * 0, done + lane * 0, count, 1 << lane, one, front, area,
+        skip.to(tl.int32), polls,
+    )  # fmt: skip
+    return word, lanes.pick(span, 0), lanes.pick(tickets, 0), lanes.pick(page, 0)
 
 
 @triton.jit
 def malloc_alike(heap, cls, same, rank, need, polls: tl.constexpr):
     """Slots of one class for ``need`` lanes, numbered by ``rank``, fewer than a page has."""
     addr = (rank * 0).to(tl.int64)
+    size = layout.class_bytes(cls)
+    word = need.to(tl.int64)
     rounds = 0
     while (need > 0) & (rounds < ROUNDS):
-        span, second, third = draw_spans(heap, cls, need, polls)
-        # (Then a search is next.)
-        no_page = has_no_page(span) | has_no_page(second) | has_no_page(third)
-        index = rank
-        span += (rank * 0).to(tl.int64)
-        beyond = index >= layout.span_count(span)
-        index = tl.where(beyond, index - layout.span_count(span), index)
-        span = tl.where(beyond, second, span)
-        beyond = beyond & (index >= layout.span_count(span))
-        index = tl.where(beyond, index - layout.span_count(span), index)
-        span = tl.where(beyond, third, span)
-        good = same & (index < layout.span_count(span))
-        size = layout.class_bytes(cls)
-        where = claim_span(heap, span, size, index, good, shared=lanes.is_block(good))
-        addr = tl.where(good, where, addr)
-        same = same & (good == 0)
+        done = need * 0
+        rounds += 1
+        while done < need:
+            word, span, tickets, page = next_span(heap, cls, word, done, need, polls)
+            index = rank - done
+            good = same & (index >= 0) & (index < layout.span_count(span))
+            spans = span + (rank * 0).to(tl.int64)
+            claimed = claim_span(heap, spans, size, index, good, shared=lanes.is_block(good))
+            addr = tl.where(good, claimed, addr)
+            # (Where there was no page, a search is next.)
+            rounds = tl.where(page == -1, ROUNDS, rounds)
+            done += tickets
+        same = same & (addr == 0)
         need = lanes.count_lanes(same)
         if need > 0:
             rank = lanes.rank_of(same)
-        rounds = tl.where(no_page, ROUNDS, rounds + 1)
     return addr
 
 

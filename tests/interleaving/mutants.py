@@ -18,9 +18,9 @@ class Mutant:
     scenario: str
 
 
-PROMISE_IN_MIXED = """\
-            granted = promise(heap, led, cls, users, slots, asks)
-            packed"""
+PROMISE = """\
+    granted = promise(heap, page, cls, tickets, slots, asks)
+"""
 
 PUT = """\
     new = puts & ((word & SPANNED) == 0)
@@ -76,8 +76,8 @@ ALL = (
     Mutant(
         name="kept_for_good",
         file="allocation.py",
-        old="    stop_keeping(heap, page, last)\n    # Later",
-        new="    # Later",
+        old="    stop_keeping(heap, page, asks & (slot + tickets == slots))\n",
+        new="",
         breaks="pages stay kept when their place is used up: each place needs a new one",
         scenario="used_up",
     ),
@@ -142,22 +142,23 @@ ALL = (
     Mutant(
         name="claimed_without_a_promise",
         file="allocation.py",
-        old="gets = got & (before < granted)",
-        new="gets = got",
+        old="tl.where(active & (index < granted), span, 0)",
+        new="tl.where(active & (page >= 0), span, 0)",
         breaks="lanes take slots of pages that have no room for them",
         scenario="late_lanes",
     ),
     Mutant(
         name="claimed_before_the_promise",
         file="allocation.py",
-        old=PROMISE_IN_MIXED,
+        old=PROMISE,
         new="""\
-            ptr, bit = live_bit(records, tl.where(asks, led, 0), slot * (size >> 4))
-            early = tl.atomic_or(ptr, bit, mask=asks, sem="relaxed")
-            early = asks & ((early & bit) == 0)
-            granted = promise(heap, led, cls, users, slots, asks)
-            tl.atomic_and(ptr, bit ^ -1, mask=early, sem="relaxed")
-            packed""",
+    records = layout.load_records(heap)
+    ptr, bit = live_bit(records, tl.where(asks, page, 0), slot * (size >> 4))
+    early = tl.atomic_or(ptr, bit, mask=asks, sem="relaxed")
+    early = asks & ((early & bit) == 0)
+    granted = promise(heap, page, cls, tickets, slots, asks)
+    tl.atomic_and(ptr, bit ^ -1, mask=early, sem="relaxed")
+""",
         breaks="live bits are set in a page that has no room, is free or another class's",
         scenario="late_lanes",
     ),
@@ -252,16 +253,16 @@ ALL = (
     Mutant(
         name="void_places_stay",
         file="allocation.py",
-        old="over = (granted < counts) |",
-        new="over = (asks & (granted < counts)) |",
+        old="over = heads & (granted < tickets + skip)",
+        new="over = asks & (granted < tickets + skip)",
         breaks="all tickets of a place that leads to no page fail, though there are pages by now",
         scenario="page_comes_back",
     ),
     Mutant(
         name="void_places_stay_for_lanes",
         file="allocation.py",
-        old="over = tl.where(got, heads & (granted < users), bad)",
-        new="over = got & heads & (granted < users)",
+        old="over = heads & (granted < tickets + skip)",
+        new="over = asks & (granted < tickets + skip)",
         breaks="the same for blocks of several classes",
         scenario="page_comes_back_to_lanes",
     ),
