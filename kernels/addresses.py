@@ -57,7 +57,6 @@ def usable_any(heap, addr, active):
     live = inside & ((atomic_load(ptr, inside) & bit) != 0)
     ptr = layout.page_word_ptr(heap, page)
     word = atomic_load(ptr, live)
-    nbytes = tl.where(
-        (word & SLAB) != 0, layout.class_bytes(layout.page_class(word)).to(tl.int64), 0
-    )
-    return tl.where((word & RUN) != 0, layout.run_pages(word) << PAGE_LOG2, nbytes)
+    slot = layout.class_bytes(layout.page_class(word)).to(tl.int64)
+    run = tl.where((word & RUN) != 0, layout.run_pages(word) << PAGE_LOG2, 0)
+    return tl.where((word & SLAB) != 0, slot, run)

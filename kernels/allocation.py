@@ -274,19 +274,12 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
     if count == lanes.count_lanes(small):
         span = tl.full((), 0, tl.int64)
         size = layout.class_bytes(cls)
-        # (More than half of a page is never in a magazine. One slot is at most that.)
-        if lanes.is_block(nbytes):
-            fits = (count > 0) & (count * size * 2 <= PAGE_BYTES)
-        else:
-            fits = small
-        if fits:
+        # (More than half of a page is never in a magazine.)
+        if (count > 0) & (count * size * 2 <= PAGE_BYTES):
             span = take_spans(heap, cls, count, count > 0)
         if span != 0:
             spans = span + (rank * 0).to(tl.int64)
-            # (A scalar is active, if there is a span.)
-            block: tl.constexpr = lanes.is_block(nbytes)
-            good = same if block else span != 0
-            addr = claim_span(heap, spans, size, rank, good, shared=block)
+            addr = claim_span(heap, spans, size, rank, same, shared=lanes.is_block(same))
         elif lanes.is_block(nbytes):
             addr = malloc_whole(heap, cls, same, rank, count)
         rest = rest & (addr == 0)

@@ -67,16 +67,11 @@ def low_mask(n):
 
 
 @triton.jit
-def turn_right(x, n):
-    """``x`` rotated right by ``n`` bits, int32 in [0, 63]: what leaves at bit 0 enters at 63."""
-    return lsr(x, n.to(tl.int64)) | (x << (-n & 63).to(tl.int64))
-
-
-@triton.jit
 def next_bit(x, start):
     """Index (int32) of the first set bit of ``x`` at or above bit ``start`` (int32 in [0, 63]), and
     if there is none, of its lowest. Needs ``x`` != 0."""
-    return (lowest_bit(turn_right(x, start)) + start) & 63
+    turned = lsr(x, start.to(tl.int64)) | (x << (-start & 63).to(tl.int64))
+    return (lowest_bit(turned) + start) & 63
 
 
 @triton.jit

@@ -132,7 +132,7 @@ def free_block(heap, records, magazines, addr, given, active, page, granule):
             speaks = active & (leader == lane)
             if groups:
                 if mixed:
-                    group = leader, rank, counts, upto
+                    group = (leader, rank, counts, upto)
                     span, puts = spans_of_block(page, granule, word, active, group)
                     put_spans(heap, magazines, layout.page_class(word), span, word, puts)
                     speaks = speaks & (puts == 0)

@@ -23,8 +23,8 @@ fails, or asks again if the answer was new: at most as often as the host answers
 import triton
 import triton.language as tl
 
-from .atomics import atomic_cas, load_one
-from .layout import ANSWERS, BELL, PAGE_LOG2, free_row, load_chunks, load_immutable
+from .atomics import load_one
+from .layout import ANSWERS, BELL, PAGE_LOG2, load_chunks, load_immutable
 from .target import assembly, has_ptx, is_interpreted, let_host_run
 
 # How often to look at ANSWERS: for about a tenth of a second on an H100, and two when interpreted.
@@ -71,24 +71,3 @@ def ask_for_pages(heap, nbytes, seen):
         now = load_answers(heap)
         left -= 1
     return tl.where(now == seen, 0, now)
-
-
-@triton.jit
-def take_chunks_kernel(heap, firsts, counts, taken):
-    """``taken[i]`` = 1 if all pages of the ``counts[i]`` chunks from chunk ``firsts[i]`` on were
-    free, and now are the host's; 0 if not, and nothing has changed. A program for each i."""
-    index = tl.program_id(0)
-    words = free_row(heap) + tl.load(firsts + index)
-    count = tl.load(counts + index)
-    none = count & 0
-    all_free = none - 1
-    done = none
-    while (done >= 0) & (done < count):
-        if atomic_cas(words + done, all_free, none) == all_free:
-            done += 1
-        else:
-            while done > 0:
-                done -= 1
-                tl.atomic_or(words + done, all_free, sem="relaxed")
-            done = all_free
-    tl.store(taken + index, (done == count).to(tl.int64))

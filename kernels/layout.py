@@ -17,7 +17,6 @@ running kernels and are touched by atomics only.
                     most pages taken from here on
     rows            a bit per page, 64 pages to a word: free pages, and for  malloc, free
                     each class those with room for half of their slots
-    idle words      where lanes swap that have nothing to swap               malloc, free
     places          per line: a ring of the pages its tickets lead to        malloc
     magazines       per program index and class: a span of slots             malloc, free
 
@@ -59,13 +58,10 @@ MAGIC_WORD = tl.constexpr(0)
 BASE = tl.constexpr(1)
 MAGAZINES = tl.constexpr(2)
 PAGE_RECORDS = tl.constexpr(3)
-IDLE = tl.constexpr(4)  # where the idle words begin, shifted; below that, their number less one
-IDLE_SHIFT = tl.constexpr(16)
-IDLE_MASK = tl.constexpr((1 << 16) - 1)
+MAGAZINE_MASK = tl.constexpr(4)
 PLACES = tl.constexpr(5)
 CHUNKS = tl.constexpr(6)
 STRIPES_AND_RING = tl.constexpr(7)
-MAGAZINE_MASK = tl.constexpr(8)
 PAGES = tl.constexpr(9)  # 0 in a heap that grows: see EXTENT
 ROWS = tl.constexpr(10)
 BELL = tl.constexpr(11)  # address of the word that asks the host for more pages, or 0
@@ -219,14 +215,6 @@ def hint_ptr(heap):
 
 
 @triton.jit
-def idle_ptr(heap, lane):
-    """A word that no program reads, for a lane that must not swap anything."""
-    idle = load_immutable(heap, IDLE)
-    mask = (idle & IDLE_MASK).to(tl.int32)
-    return heap + (idle >> IDLE_SHIFT) + ((program_index() * 32 + lane) & mask)
-
-
-@triton.jit
 def line_ptr(heap, cls):
     """This program's line of class ``cls``. Where there are many, they lie far apart: programs that
     draw tickets at one time would wait for each other, if their lines shared a sector."""
@@ -326,6 +314,14 @@ def bit_of(page):
 def load_magazines(heap):
     """The first magazine, and how many follow it (int32): one less than a power of two."""
     return heap + load_immutable(heap, MAGAZINES), load_immutable(heap, MAGAZINE_MASK).to(tl.int32)
+
+
+@triton.jit
+def idle_ptr(heap, lane):
+    """A word for a lane that must swap nothing: a magazine, which never is -1, so to swap -1 for -1
+    there changes nothing."""
+    first, mask = load_magazines(heap)
+    return first + ((program_index() * 32 + lane) & mask)
 
 
 @triton.jit

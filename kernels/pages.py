@@ -166,9 +166,9 @@ def give_run(heap, page, n):
     Returns 0."""
     lane = tl.arange(0, 32)
     at = page >> 6
-    tl.atomic_min(layout.hint_ptr(heap), at.to(tl.int64), sem="relaxed")
     while at * 64 < page + n:
         given = run_bits(page, n, at + lane)
         tl.atomic_or(layout.free_row(heap) + at + lane, given, mask=given != 0, sem="relaxed")
         at += 32
+    tl.atomic_min(layout.hint_ptr(heap), (page >> 6).to(tl.int64), sem="relaxed")
     return n * 0

@@ -156,15 +156,13 @@ def take_run(heap, page, n):
     took = page * 0 + 1
     while (took != 0) & (at * 64 < page + n):
         bits = run_bits(page, n, at + lane)
-        old = tl.atomic_and(
-            layout.free_row(heap) + at + lane, bits ^ -1, mask=bits != 0, sem="relaxed"
-        )
+        ptr = layout.free_row(heap) + at + lane
+        old = tl.atomic_and(ptr, bits ^ -1, mask=bits != 0, sem="relaxed")
         got = tl.where(bits != 0, old & bits, 0)
         if any_lane(got != bits):
             # Other programs have some of them: all that we took goes back.
-            tl.atomic_or(layout.free_row(heap) + at + lane, got, mask=got != 0, sem="relaxed")
-            if at > (page >> 6):
-                give_run(heap, page, at * 64 - page)
+            tl.atomic_or(ptr, got, mask=got != 0, sem="relaxed")
+            give_run(heap, page, at * 64 - page)
             took = took * 0
         at += 32
     return took

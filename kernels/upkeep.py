@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .api import free, malloc, usable_size
 from .layout import program_index
-from .search import take_rest
+from .search import take_rest, take_run
 
 
 @triton.jit
@@ -43,3 +43,13 @@ def rest_kernel(heap):
     first = program_index() * 64
     take_rest(heap, first)
     take_rest(heap, first + 32)
+
+
+@triton.jit
+def take_chunks_kernel(heap, firsts, counts, taken):
+    """``taken[i]`` = 1 if all pages of the ``counts[i]`` chunks from chunk ``firsts[i]`` on were
+    free, and now are the host's; 0 if not, and nothing has changed. A program for each i."""
+    index = tl.program_id(0)
+    page = (tl.load(firsts + index) * 64).to(tl.int32)
+    pages = (tl.load(counts + index) * 64).to(tl.int32)
+    tl.store(taken + index, take_run(heap, page, pages).to(tl.int64))

@@ -1,8 +1,8 @@
 """How large each array of a heap's state is, where it begins, and what it holds in a new heap.
 
 The state has about 79 words (630 bytes) per page from 512 MiB on, 68 of them the page's record. The
-fixed words and those of 38 classes weigh most in small heaps, so these get short rings and few idle
-words: see `Geometry.of`, and tests/heap/test_state.py for what each capacity takes.
+fixed words and those of 38 classes weigh most in small heaps, so these get short rings: see
+`Geometry.of`, and tests/heap/test_state.py for what each capacity takes.
 
 The records lie last. In a heap that grows, ``pages`` is how many it may have, and memory is mapped
 up to the record of the last page that there is: `Geometry.words_of`.
@@ -21,7 +21,6 @@ CLASSES = len(CLASS_SIZES)
 MAX_PAGES = 1 << 23
 MAX_STRIPES = 4
 MAX_RING = 1024
-MAX_IDLE = 4096
 
 STRIPE_PAGES = 1024
 """Pages for each stripe: what a line leaves open is at most two pages."""
@@ -50,14 +49,13 @@ def _aligned(word: int) -> int:
 @dataclass(frozen=True)
 class Geometry:
     """The sizes of a heap of ``pages`` pages: lines per class (``stripes``), places per line
-    (``ring``), ``magazines`` and ``idle`` words, all powers of two. The properties say at which
-    word an array begins."""
+    (``ring``) and ``magazines``, all powers of two. The properties say at which word an array
+    begins."""
 
     pages: int
     stripes: int
     ring: int
     magazines: int
-    idle: int
     grows: bool = False
 
     @staticmethod
@@ -83,7 +81,6 @@ class Geometry:
             stripes=stripes,
             ring=ring,
             magazines=magazines,
-            idle=min(MAX_IDLE, max(16, power_below(2 * pages))),
             grows=grows,
         )
 
@@ -107,12 +104,8 @@ class Geometry:
         return _aligned(self.line_words.stop)
 
     @property
-    def idle_words(self) -> int:
-        return _aligned(self.rows + (CLASSES + 1) * self.chunks)
-
-    @property
     def places(self) -> int:
-        return _aligned(self.idle_words + self.idle)
+        return _aligned(self.rows + (CLASSES + 1) * self.chunks)
 
     @property
     def magazine_words(self) -> int:
@@ -145,7 +138,6 @@ class Geometry:
             layout.MAGAZINES: self.magazine_words,
             layout.MAGAZINE_MASK: self.magazines - 1,
             layout.PAGES: 0 if self.grows else self.pages,
-            layout.IDLE: (self.idle_words << layout.IDLE_SHIFT.value) + self.idle - 1,
             layout.BELL: bell,
         }
         words = [0] * (max(field.value for field in fields) + 1)

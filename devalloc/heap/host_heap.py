@@ -35,7 +35,7 @@ from devalloc.heap.leaks import LeakReport
 from devalloc.heap.recorded_errors import KINDS, ErrorRecords, Fault
 from devalloc.heap.state import Snapshot, State, Stats, describe
 from devalloc.heap.watcher import Bell, watch
-from devalloc.kernels import growing, upkeep
+from devalloc.kernels import upkeep
 from devalloc.kernels.debug import debug_upkeep
 from devalloc.sizes import PAGE_BYTES, format_size, parse_size
 from devalloc.sources import CudaSource, HostSource, Segment, Source
@@ -698,7 +698,7 @@ class Heap(JaggedMethods, Owner):
     def _take_chunks(self, firsts: list[int], counts: list[int], taken: torch.Tensor) -> None:
         first, count = (self._upload(torch.tensor(each, device="cpu")) for each in (firsts, counts))
         with on_device(self.device):
-            growing.take_chunks_kernel[(len(firsts),)](
+            upkeep.take_chunks_kernel[(len(firsts),)](
                 self._handle, first, count, taken, num_warps=1
             )
         if self.device.type == "cuda":

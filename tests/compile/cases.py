@@ -110,7 +110,7 @@ ENTRY_POINTS: dict[str, list[tuple[dict[str, str], int, dict[str, int]]]] = {
     "devalloc.kernels.upkeep.free_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.usable_size_kernel": [(REQUESTS, 1, BLOCK)],
     "devalloc.kernels.upkeep.rest_kernel": [(HEAP, 1, {})],
-    "devalloc.kernels.growing.take_chunks_kernel": [
+    "devalloc.kernels.upkeep.take_chunks_kernel": [
         (HEAP | {"firsts": "*i64", "counts": "*i64", "taken": "*i64"}, 1, {})
     ],
     "devalloc.heap.gather_scatter.gather_kernel": [

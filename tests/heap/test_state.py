@@ -57,7 +57,6 @@ def test_arrays_lie_one_behind_the_other(pages: int) -> None:
     sizes = {
         "lines": (layout.LINES.value, g.lines * g.stripes * layout.LINE_STRIDE.value),
         "rows": (g.rows, (CLASSES + 1) * g.chunks),
-        "idle": (g.idle_words, g.idle),
         "places": (g.places, g.lines * g.ring),
         "magazines": (g.magazine_words, g.magazines),
         "records": (g.records, pages * layout.RECORD_WORDS.value),
@@ -73,7 +72,7 @@ def test_arrays_lie_one_behind_the_other(pages: int) -> None:
         assert end <= start < end + 16, name
         end = start + length
     assert end == g.words < 1 << 30
-    for count in (g.stripes, g.ring, g.magazines, g.idle):
+    for count in (g.stripes, g.ring, g.magazines):
         assert count & (count - 1) == 0
     assert g.magazines <= pages
     assert g.magazines <= 64 * g.chunks, "trim has a program per chunk"
@@ -81,8 +80,6 @@ def test_arrays_lie_one_behind_the_other(pages: int) -> None:
     assert len(header) <= 16, "debug heaps use the words behind"
     assert all(0 <= word < 1 << 63 for word in header)
     assert header[layout.STRIPES_AND_RING.value] == g.stripes + (g.ring.bit_length() - 1 << 16)
-    assert header[layout.IDLE.value] >> layout.IDLE_SHIFT.value == g.idle_words
-    assert header[layout.IDLE.value] & layout.IDLE_MASK.value == g.idle - 1
 
 
 @pytest.mark.parametrize("wrong", [(0,), (MAX_PAGES + 1,), (16, 3), (16, 1, 12)])

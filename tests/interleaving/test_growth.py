@@ -11,7 +11,7 @@ from devalloc import kernels as da
 from devalloc.heap.geometry import Geometry, Present, initialise
 from devalloc.heap.heap_audit import audit
 from devalloc.heap.state import State
-from devalloc.kernels import growing, layout
+from devalloc.kernels import layout, upkeep
 from devalloc.sizes import PAGE_BYTES
 from devalloc.testing import PCT, Exhaustive, Interleaving, Launch, Run, ScheduleError
 from tests.conftest import ON_GPU
@@ -255,7 +255,7 @@ def taking_lab(hasty: bool) -> Interleaving:
     take = (
         Launch(hasty_take_kernel, (1,), heap.handle, heap.row, taken)
         if hasty
-        else Launch(growing.take_chunks_kernel, (1,), heap.handle, firsts, counts, taken)
+        else Launch(upkeep.take_chunks_kernel, (1,), heap.handle, firsts, counts, taken)
     )
     return Interleaving(
         Launch(pair_kernel, (1,), heap.handle, large, 10 * PAGE_BYTES, 1),

@@ -27,7 +27,7 @@ ALLOWED = {
     "atomics.fence": "instructions that read no memory: the fence",
     "layout.load_immutable": "geometry words are written before the heap is handed to any kernel",
     "growing.ring": "instructions that read no memory",
-    "growing.take_chunks_kernel": "the tensors of chunks; no program writes them meanwhile",
+    "upkeep.take_chunks_kernel": "the tensors of chunks; no program writes them meanwhile",
     "payload.fill": "payload of realloc: both blocks belong to the caller, no branch reads it",
     "debug.guards.load_once": "a tile without copies: one thread reads each word",
     "debug.guards.load_entry": "the entry of the caller's block; no wrong free changes its value",
