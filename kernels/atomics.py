@@ -31,11 +31,10 @@ def atomic_load(ptr, mask=None):
         load: tl.constexpr = "@active ld.relaxed.gpu.global.b64 $0, [$1];"
         start: tl.constexpr = ".reg .pred active; setp.ne.s32 active, $2, 0; mov.b64 $0, 0;"
         value = assembly("{" + start + load + "}", "=&l,l,r", (ptr, active), tl.int64)
-    elif mask is None:
-        value = tl.atomic_or(ptr, zero, sem="relaxed")
     else:
         value = tl.atomic_or(ptr, zero, mask=mask, sem="relaxed")
-        value = tl.where(mask, value, 0)
+        if mask is not None:
+            value = tl.where(mask, value, 0)
     return value
 
 

@@ -115,7 +115,8 @@ def divide(x, d):
 
 @triton.jit
 def floor_log2(n):
-    """Position of the highest set bit of ``n`` in [1, 2**24), from the exponent of its float."""
+    """Position of the highest set bit of ``n`` > 0, from the exponent of its float: of 24 bits, or
+    with the bit below that one clear."""
     return (n.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
 
 

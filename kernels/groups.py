@@ -34,18 +34,13 @@ def match(bits):
     """
     if bits == 0:
         return "match.any.sync.b32 same, $4, 0xffffffff;"
-    ballots = ["mov.b32 same, -1;"]
-    for bit in (*range(bits), 31):  # (Inactive lanes have key -1.)
-        ballots.append(
-            f"""
-            and.b32 chosen, $4, {1 << bit:#x};
-            setp.ne.u32 has, chosen, 0;
-            vote.sync.ballot.b32 chosen, has, 0xffffffff;
-            @!has not.b32 chosen, chosen;
-            and.b32 same, same, chosen;
-            """
-        )
-    return "".join(ballots)
+    ballot = (
+        "and.b32 chosen, $4, {}; setp.ne.u32 has, chosen, 0; "
+        "vote.sync.ballot.b32 chosen, has, 0xffffffff; @!has not.b32 chosen, chosen; "
+        "and.b32 same, same, chosen; "
+    )
+    # (Inactive lanes have key -1.)
+    return "mov.b32 same, -1; " + "".join(ballot.format(1 << bit) for bit in (*range(bits), 31))
 
 
 @triton.constexpr_function

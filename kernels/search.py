@@ -11,7 +11,7 @@ import triton.language as tl
 
 from . import layout
 from .atomics import atomic_load
-from .bits import lowest_bit, lsr, mix, next_bit, popcount, run_starts
+from .bits import floor_log2, lowest_bit, lsr, mix, next_bit, run_starts
 from .lanes import any_lane, count_lanes, pick, rank_of
 from .layout import PAGE_WORD, REACHED, SLAB
 from .lines import leave_one, promise, retire, touch_words
@@ -175,13 +175,11 @@ def greater(a, b):
 
 @triton.jit
 def top_ones(x):
-    """How many of the upper bits of int64 ``x`` are set, down to the first that is not (int32)."""
+    """How many of the upper bits of int64 ``x`` != -1 are set, down to the first that is not."""
     zeros = x ^ -1
-    step = tl.full((), 1, tl.int64)
-    while step < 64:
-        zeros = zeros | lsr(zeros, step)
-        step = step * 2
-    return 64 - popcount(zeros)
+    # (What is below the highest bit could round it up.)
+    top = zeros & (lsr(zeros, 1) ^ -1)
+    return 63 - floor_log2(top.to(tl.uint64, bitcast=True))
 
 
 @triton.jit(noinline=True)
