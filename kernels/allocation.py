@@ -23,7 +23,7 @@ from .layout import (
 from .lines import await_places, open_places, pass_over, promise, stop_keeping, ticket_place
 from .live import claim_others, heard, live_bit, speak_for
 from .magazines import take_spans
-from .pages import take_adjacent, window
+from .pages import one_of, take_adjacent, window
 from .search import malloc_run, search_slots
 
 ROUNDS = tl.constexpr(8)  # tickets that a request draws before it searches
@@ -200,11 +200,8 @@ def search_block(heap, nbytes, count):
         found = search_slots(heap, cls)
         if found >= 0:
             size = layout.class_bytes(cls)
-            slots = layout.slots_of(size)
-            slot = (mix(layout.program_index() + count) & 0x7FFF) * slots >> 15
-            granule = slot * (size >> 4)
-            granule = claim_others(layout.load_records(heap), found, granule, size, found >= 0)
-            addr = layout.address_of(heap, found, granule)
+            slot = one_of(layout.slots_of(size), mix(layout.program_index() + count))
+            addr = claim_span(heap, found.to(tl.int64), size, slot, found >= 0, shared=False)
     return addr
 
 

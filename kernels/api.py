@@ -98,10 +98,7 @@ def of_heap(heap, active):
 @triton.jit
 def with_mask(x, mask):
     """``(values, active)``: integers as int64, and a mask, which broadcasts to them."""
-    if is_block(x):
-        values = x.to(tl.int64)
-    else:
-        values = (tl.full((), 0, tl.int64) + x).to(tl.int64)
+    values = (tl.full((), 0, tl.int64) + x).to(tl.int64)
     active = values == values
     if mask is not None:
         # (Not `active & mask`: the interpreter would keep that as integers.)

@@ -3,8 +3,8 @@
 Everything above is written once for a scalar request of the whole program and for a block with a
 request per lane. A scalar is a block of one lane that needs no reductions.
 
-Flags become the bits of a word, and the word of a lane is picked, in two halves: NVIDIA has an
-instruction that reduces 32 bits over a warp; 64 take five exchanges, each waiting for the last.
+Words are united, and the word of a lane is picked, in two halves: NVIDIA has an instruction that
+reduces 32 bits over a warp; 64 take five exchanges, each waiting for the last.
 """
 
 import triton
@@ -81,13 +81,6 @@ def pick(values, lane):
     if is_block(values):
         values = unite(tl.where(tl.arange(0, values.shape[0]) == lane, values, 0))
     return values
-
-
-@triton.jit
-def lane_bits(flags):
-    """The flags of a block of 64 lanes as the bits of one word."""
-    bit = (flags.to(tl.int64) * 0 + 1) << tl.arange(0, 64).to(tl.int64)
-    return unite(tl.where(flags, bit, 0))
 
 
 @triton.jit

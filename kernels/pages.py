@@ -11,7 +11,7 @@ import triton.language as tl
 from . import layout
 from .atomics import atomic_load, load_one
 from .bits import floor_log2, low_mask, lowest_bit, mix, next_bit, run_starts
-from .lanes import any_lane, first_lane, lane_bits, lane_index, pick, unite
+from .lanes import any_lane, first_lane, lane_index, pick, unite
 from .layout import PAGE_BYTES
 
 RESIDENT = tl.constexpr(4096)  # programs that may look for pages at one time
@@ -76,7 +76,7 @@ def find_chunk(heap, width, salt):
     near = start + lane
     near = tl.where(near < chunks, near, near % chunks)
     words = atomic_load(layout.free_row(heap) + near)
-    some = lane_bits(words != 0)
+    some = unite(tl.where(words != 0, layout.bit_of(lane), 0))
     first = pick(near, tl.minimum(lowest_bit(some), 63))
     if (start == front) & (first != front):
         tl.atomic_xchg(layout.hint_ptr(heap), first.to(tl.int64), sem="relaxed")
