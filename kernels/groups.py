@@ -89,9 +89,10 @@ def alike(keys, active, bits: tl.constexpr = 0):
     lane = lane_index(keys)
     key = tl.where(active, keys, -1)
     if has_ptx():
-        four: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
         text: tl.constexpr = alike_instructions(bits)
-        leader, rank, count, upto = assembly(text, "=&r,=&r,=&r,=&r,r,r", (key, lane), four)
+        leader, rank, count, upto = tl.inline_asm_elementwise(
+            text, "=&r,=&r,=&r,=&r,r,r", [key, lane], (tl.int32,) * 4, is_pure=False, pack=1
+        )
     elif is_interpreted():
         # As on a device: 32 lanes at a time.
         rows: tl.constexpr = (keys.shape[0] // min(keys.shape[0], 32), min(keys.shape[0], 32))
