@@ -1,4 +1,5 @@
-"""Heaps that grow: asking the host for more pages, and taking free chunks out of use for it.
+"""Heaps that grow: asking the host for more pages. (It takes free chunks back as a run is taken:
+see ``upkeep.take_chunks_kernel``.)
 
 Growing itself needs no kernel, so it also works while programs that wait for it fill the device.
 The host maps memory, and then copies words that no kernel writes: EXTENT, the free row's words of

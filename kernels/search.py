@@ -50,7 +50,7 @@ def take_rest(heap, first):
 @triton.jit(noinline=True)
 def take_what_rests(heap):
     """Empty all magazines, and retire pages that are kept with nothing out. Returns how many there
-    were (int32)."""
+    were (int32). If some, there may be more: see :func:`take_rest`."""
     _first, mask = layout.load_magazines(heap)
     end = tl.maximum(mask + 1, layout.load_pages(heap))
     some = end * 0

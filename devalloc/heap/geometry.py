@@ -1,6 +1,6 @@
 """How large each array of a heap's state is, where it begins, and what it holds in a new heap.
 
-The state has about 79 words (630 bytes) per page from 512 MiB on, 68 of them the page's record. The
+The state has 70 to 81 words (560 to 650 bytes) per page from 64 MiB on, 68 of them the record. The
 fixed words and those of 38 classes weigh most in small heaps, so these get short rings: see
 `Geometry.of`, and tests/heap/test_state.py for what each capacity takes.
 

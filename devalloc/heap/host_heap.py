@@ -692,7 +692,7 @@ class Heap(JaggedMethods, Owner):
         self._require_open()
         programs = -(-max(self._geometry.magazines, self._state_pages) // 64)
         with on_device(self.device):
-            for _ in range(2):
+            for _ in range(2):  # the second retires pages whose last slots lay in magazines
                 upkeep.rest_kernel[(programs,)](self._handle, num_warps=1)
 
     def _take_chunks(self, firsts: list[int], counts: list[int], taken: torch.Tensor) -> None:

@@ -106,9 +106,8 @@ def sound_or_aside(heap, addr, nbytes: tl.constexpr, active):
 
 @triton.jit
 def block_start(heap, addr, active):
-    """Where a block that the address lies in would begin: at a slot, or at a run. The base of the
-    heap for addresses that are not the heap's, and in inactive lanes. (For the interpreter:
-    see :func:`run_head`.)"""
+    """The start of the slot or run that contains the address; the base of the heap for addresses
+    outside of it and in inactive lanes. (For the interpreter: see :func:`run_head`.)"""
     inside, page, granule = locate(heap, addr & -16, active)
     word = atomic_load(page_word_ptr(heap, page), inside)
     size = class_bytes(page_class(word))
