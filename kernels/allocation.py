@@ -106,7 +106,7 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr, whole: tl.constexpr):
         leads = active & (leader == lane)
         span = (cls * 0).to(tl.int64)
         if whole:
-            span = take_spans(heap, cls, count, leads)
+            span = take_spans(heap, layout.last_magazine(heap), cls, count, leads)
         draws = leads & (span == 0)
         span = from_leader(span, leader)
         index = rank
@@ -260,6 +260,8 @@ def malloc_whole(heap, cls, same, rank, count):
 @triton.jit
 def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
     """Addresses of blocks for int64 sizes, a scalar or a block; 0 in other lanes."""
+    # (It is under way while the class is computed.)
+    last = layout.last_magazine(heap)
     small = active & (nbytes > 0) & (nbytes <= MAX_SLOT)
     classes = layout.size_class(tl.where(small, nbytes, 1).to(tl.int32))
     cls = tl.max(classes, axis=0) if lanes.is_block(classes) else classes
@@ -273,10 +275,12 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
         size = layout.class_bytes(cls)
         # (More than half of a page is never in a magazine.)
         if (count > 0) & (count * size * 2 <= PAGE_BYTES):
-            span = take_spans(heap, cls, count, count > 0)
+            span = take_spans(heap, last, cls, count, count > 0)
         if span != 0:
             spans = span + (rank * 0).to(tl.int64)
-            addr = claim_span(heap, spans, size, rank, same, shared=lanes.is_block(same))
+            # (A scalar is active, if there is a span.)
+            good = same if lanes.is_block(same) else span != 0
+            addr = claim_span(heap, spans, size, rank, good, shared=lanes.is_block(same))
         elif lanes.is_block(nbytes):
             addr = malloc_whole(heap, cls, same, rank, count)
         rest = rest & (addr == 0)
@@ -312,9 +316,9 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
             # What one lane does not find, others of its class do not find either.
             nth = tl.where(small, classes, NUM_CLASSES + lanes.lane_index(nbytes))
             same = rest & (nth == lanes.pick(nth, at))
-            last = malloc_last(heap, lanes.pick(nbytes, at), lanes.count_lanes(same))
-            addr = tl.where(lanes.lane_index(rest) == at, last, addr)
-            rest = rest & tl.where(last == 0, same == 0, lanes.lane_index(rest) != at)
+            found = malloc_last(heap, lanes.pick(nbytes, at), lanes.count_lanes(same))
+            addr = tl.where(lanes.lane_index(rest) == at, found, addr)
+            rest = rest & tl.where(found == 0, same == 0, lanes.lane_index(rest) != at)
             at = lanes.first_lane(rest)
     # What the last owners did happens before anything that the caller does.
     fence(layout.hint_ptr(heap), "acquire")

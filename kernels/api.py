@@ -12,12 +12,10 @@ from .addresses import usable_any
 from .allocation import malloc_any
 from .debug.block_table import control_block, is_debug
 from .debug.guarded_calls import free_guarded, malloc_guarded, realloc_guarded, usable_guarded
-from .debug.pointers import raise_unsound, sound_or_aside
+from .debug.pointers import checked_addresses, is_checked, of_heap
 from .freeing import free_any
-from .lanes import is_block
-from .layout import MAGIC, load_immutable
+from .lanes import axes, is_block
 from .payload import fill
-from .target import is_interpreted, tell_host
 
 
 @triton.constexpr_function
@@ -32,11 +30,6 @@ def is_integer(x):
     """Whether an argument is a scalar or a block of integers, or a number."""
     x = getattr(x, "value", x)  # of a constexpr
     return isinstance(x, int) or (hasattr(x, "dtype") and x.dtype.is_int())
-
-
-@triton.constexpr_function
-def axes(x):
-    return len(getattr(x, "shape", ()))
 
 
 @triton.constexpr_function
@@ -66,33 +59,6 @@ def is_element(dtype):
     if not isinstance(dtype, tl.dtype) or dtype.is_block():
         return False
     return dtype.is_ptr() or dtype.primitive_bitwidth > 0
-
-
-@triton.constexpr_function
-def element_bytes(dtype):
-    """What an element of a type takes in memory."""
-    return 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
-
-
-@triton.constexpr_function
-def is_checked(heap):
-    """Whether the functions look at what they are given more closely than an ordinary heap's may
-    on a device: in a debug heap, and in the interpreter."""
-    return heap.dtype.element_ty == tl.uint64 or triton.knobs.runtime.interpret
-
-
-@triton.jit
-def of_heap(heap, active):
-    """The active lanes; in a debug heap and in the interpreter none if the handle does not point to
-    the state of a heap. Then the interpreter raises; on a device no heap is there to record it."""
-    if is_checked(heap):
-        word = load_immutable(control_block(heap), 0)
-        if is_interpreted():
-            if word != MAGIC:
-                tell_host("handle", word)
-        # (Not `active & ...`: the interpreter would keep that as integers.)
-        active = tl.where(word == MAGIC, active.to(tl.int32), 0) != 0
-    return active
 
 
 @triton.jit
@@ -285,16 +251,7 @@ def pointer(heap, addr, dtype: tl.constexpr, mask=None):
     values, active = with_mask(addr, mask)
     tl.static_assert(as_long_as(active, values), "pointer: a mask broadcasts to the addresses")
     if is_checked(heap):
-        active = of_heap(heap, active)
-        if axes(values) > 1:
-            values = tl.ravel(values)
-            active = tl.ravel(active)
-        if is_debug(heap):
-            values = sound_or_aside(heap, values, element_bytes(dtype), active)
-        else:
-            raise_unsound(heap, values, element_bytes(dtype), active)
-        if axes(addr) > 1:
-            values = tl.reshape(values, addr.shape)
+        values = checked_addresses(heap, values, dtype, active)
     else:
         # A store by no lane, which compilers take away, but not before torch.compile has seen it.
         ptr = heap + tl.zeros((1,), tl.int32)

@@ -47,7 +47,7 @@ def count_frees(heap, count):
 
 
 @triton.jit
-def free_scalar(heap, records, magazines, addr, inside, page, granule):
+def free_scalar(heap, records, last, addr, inside, page, granule):
     """free of one address, which is not 0."""
     lane = tl.arange(0, 32)
     bit_ptr, bit = live_bit(records, page, granule)
@@ -61,7 +61,7 @@ def free_scalar(heap, records, magazines, addr, inside, page, granule):
         if (word & SLAB) != 0:
             cls = layout.page_class(word)
             span = layout.span_of(page, granule, page * 0 + 1, cls)
-            put_spans(heap, magazines, cls, span, word, inside)
+            put_spans(heap, last, cls, span, word, inside)
         elif retire_run(heap, page, (word & (-1 - OUT_MASK)) + 1, owner=True) == 0:
             # (Another program has come to the run's word by mistake.)
             leave_one(heap, page)
@@ -70,7 +70,7 @@ def free_scalar(heap, records, magazines, addr, inside, page, granule):
 
 
 @triton.jit
-def free_block(heap, records, magazines, addr, given, active, page, granule):
+def free_block(heap, records, last, addr, given, active, page, granule):
     """free of a block. The ``active`` lanes of those ``given`` lie in the heap."""
     ptr, bit = live_bit(records, page, granule)
     lane = lane_index(active)
@@ -123,7 +123,7 @@ def free_block(heap, records, magazines, addr, given, active, page, granule):
         alike_slots = (count == 1) | (layout.class_bytes(cls) == unit << 4)
         if ((state & SLAB) != 0) & alike_slots:
             span = layout.span_of(first_page, first, count, cls)
-            put_spans(heap, magazines, cls, span, state, first >= 0)
+            put_spans(heap, last, cls, span, state, first >= 0)
             kept = first >= 0
     if kept == 0:
         speaks = active & (before == 0)
@@ -134,7 +134,7 @@ def free_block(heap, records, magazines, addr, given, active, page, granule):
                 if mixed:
                     group = (leader, rank, counts, upto)
                     span, puts = spans_of_block(page, granule, word, active, group)
-                    put_spans(heap, magazines, layout.page_class(word), span, word, puts)
+                    put_spans(heap, last, layout.page_class(word), span, word, puts)
                     speaks = speaks & (puts == 0)
         change = counts.to(tl.int64)
         ptr = layout.page_word_ptr(heap, page)
@@ -162,12 +162,12 @@ def free_any(heap, addr, active):
     """Free blocks at int64 addresses that malloc gave; 0 is ignored."""
     given = active & (addr != 0)
     records = layout.load_records(heap)
-    magazines = layout.load_magazines(heap)
+    last = layout.last_magazine(heap)
     # What this program wrote happens before anything that the next owner does. (Here, so that the
     # words above, which never change, are under way meanwhile.)
     fence(heap + ERRORS, "release")
     inside, page, granule = locate(heap, addr, given)
     if is_block(active):
-        free_block(heap, records, magazines, addr, given, inside, page, granule)
+        free_block(heap, records, last, addr, given, inside, page, granule)
     elif given:
-        free_scalar(heap, records, magazines, addr, inside, page, granule)
+        free_scalar(heap, records, last, addr, inside, page, granule)

@@ -14,6 +14,12 @@ from .bits import halves, join
 
 
 @triton.constexpr_function
+def axes(x):
+    """How many axes an argument has; 0 for a scalar, a Python number or None."""
+    return len(getattr(x, "shape", ()))
+
+
+@triton.constexpr_function
 def is_block(x):
     """Whether an argument is a block rather than a scalar, a Python number or None."""
     return len(getattr(x, "shape", ())) > 0

@@ -12,13 +12,13 @@ running kernels and are touched by atomics only.
                     often the host has grown it, or could not
     HINTS           per copy: the first chunk that may have free pages, and  malloc, free
                     how many blocks were freed
-    LINES           per class and stripe: the line word                      malloc
-    page records    per page: 64 words of live bits, the page word, the      malloc, free
-                    most pages taken from here on
+    MAGAZINES       per program index and class: a span of slots             malloc, free
+    lines           per class and stripe: the line word                      malloc
     rows            a bit per page, 64 pages to a word: free pages, and for  malloc, free
                     each class those with room for half of their slots
     places          per line: a ring of the pages its tickets lead to        malloc
-    magazines       per program index and class: a span of slots             malloc, free
+    page records    per page: 64 words of live bits, the page word, the      malloc, free
+                    most pages taken from here on
 
 A **page** is 64 KiB, a **chunk** 64 pages (4 MiB): one word of a row.
 
@@ -52,19 +52,20 @@ LIVE_WORDS = tl.constexpr(64)  # words of live bits per page: 4096 granules of 1
 NUM_CLASSES = tl.constexpr(38)
 MAX_SLOT = tl.constexpr(1 << 15)
 
-# Immutable words. (What is needed together shares a sector of 32 bytes: of a malloc from a magazine
-# three of the first four, with MAGAZINE_MASK; of a run those from PAGES on.)
-MAGIC_WORD = tl.constexpr(0)
+# Immutable words. (What is needed together shares a sector of 32 bytes, since each is a wait for a
+# program that has just begun: the first four of a malloc or free by a magazine, then four of a
+# ticket.)
+LAST_MAGAZINE = tl.constexpr(0)
 BASE = tl.constexpr(1)
-MAGAZINES = tl.constexpr(2)
-PAGE_RECORDS = tl.constexpr(3)
-MAGAZINE_MASK = tl.constexpr(4)
+PAGE_RECORDS = tl.constexpr(2)
+PAGES = tl.constexpr(3)  # 0 in a heap that grows: see EXTENT
+LINES = tl.constexpr(4)
 PLACES = tl.constexpr(5)
 CHUNKS = tl.constexpr(6)
 STRIPES_AND_RING = tl.constexpr(7)
-PAGES = tl.constexpr(9)  # 0 in a heap that grows: see EXTENT
-ROWS = tl.constexpr(10)
-BELL = tl.constexpr(11)  # address of the word that asks the host for more pages, or 0
+ROWS = tl.constexpr(8)
+BELL = tl.constexpr(9)  # address of the word that asks the host for more pages, or 0
+MAGIC_WORD = tl.constexpr(10)
 
 # Mutable words at fixed places.
 ERRORS = tl.constexpr(32)
@@ -78,7 +79,7 @@ HINTS = tl.constexpr(256)
 HINT_COPIES = tl.constexpr(32)
 HINT_STRIDE = tl.constexpr(8)
 FREES = tl.constexpr(4)  # from a hint to a count of blocks that were freed
-LINES = tl.constexpr(512)
+MAGAZINES = tl.constexpr(512)
 LINE_STRIDE = tl.constexpr(8)  # times the lines of a class: see line_ptr
 RECORD_WORDS = tl.constexpr(68)
 PAGE_WORD = tl.constexpr(64)
@@ -123,15 +124,15 @@ def immutable_load(word):
 
 
 @triton.jit
-def load_immutable(heap, word: tl.constexpr):
+def load_immutable(heap, word: tl.constexpr, pure: tl.constexpr = True):
     """One immutable word of the control block (int64).
 
     On CUDA a load that is declared to read what is never written (``ld.global.nc``). A plain load
     would be repeated after every acquire and every barrier, each time from beyond the first-level
-    cache, which an acquire empties.
+    cache, which an acquire empties. What is not ``pure`` is loaded where it is called, each time.
     """
     if has_ptx():
-        value = assembly(immutable_load(word), "=l,l", (heap,), tl.int64, True)
+        value = assembly(immutable_load(word), "=l,l", (heap,), tl.int64, pure)
     else:
         value = tl.load(heap + word)
     return value
@@ -218,7 +219,8 @@ def hint_ptr(heap):
 def line_ptr(heap, cls):
     """This program's line of class ``cls``. Where there are many, they lie far apart: programs that
     draw tickets at one time would wait for each other, if their lines shared a sector."""
-    return heap + LINES + line_index(heap, cls) * load_stripes(heap) * LINE_STRIDE
+    first = heap + load_immutable(heap, LINES)
+    return first + line_index(heap, cls) * load_stripes(heap) * LINE_STRIDE
 
 
 @triton.jit
@@ -311,25 +313,24 @@ def bit_of(page):
 
 
 @triton.jit
-def load_magazines(heap):
-    """The first magazine, and how many follow it (int32): one less than a power of two."""
-    return heap + load_immutable(heap, MAGAZINES), load_immutable(heap, MAGAZINE_MASK).to(tl.int32)
+def last_magazine(heap):
+    """The number (int32) of the last magazine: one less than a power of two."""
+    # (Loaded where this is called, before it is needed. The words beside it then come, too.)
+    return load_immutable(heap, LAST_MAGAZINE, pure=False).to(tl.int32)
 
 
 @triton.jit
 def idle_ptr(heap, lane):
     """A word for a lane that must swap nothing: a magazine, which never is -1, so to swap -1 for -1
     there changes nothing."""
-    first, mask = load_magazines(heap)
-    return first + ((program_index() * 32 + lane) & mask)
+    return heap + MAGAZINES + ((program_index() * 32 + lane) & last_magazine(heap))
 
 
 @triton.jit
-def magazine_ptr(magazines, cls):
-    """This program's magazine for class ``cls`` (int32); with :func:`load_magazines`."""
-    first, mask = magazines
+def magazine_ptr(heap, last, cls):
+    """This program's magazine for class ``cls`` (int32); with :func:`last_magazine`."""
     # (A program's lie side by side. An odd step: programs that want one class use all magazines.)
-    return first + ((program_index() * (NUM_CLASSES + 1) + cls) & mask)
+    return heap + MAGAZINES + ((program_index() * (NUM_CLASSES + 1) + cls) & last)
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def swap(ptr, span, there):
 
 
 @triton.jit
-def put_spans(heap, magazines, cls, span, word, puts):
+def put_spans(heap, last, cls, span, word, puts):
     """Put spans of pages with these words into the magazines of their classes, for the lanes (or
     scalar) in ``puts``, and release those that were there."""
     new = puts & ((word & SPANNED) == 0)
@@ -67,16 +67,15 @@ def put_spans(heap, magazines, cls, span, word, puts):
         ptr = layout.page_word_ptr(heap, tl.where(new, span & PAGE_MASK, 0).to(tl.int32))
         seen = tl.atomic_or(ptr, (span & 0) + SPANNED, mask=new, sem="relaxed")
         span += lsr(tl.where(new, seen, 0), 63)
-    old = swap(layout.magazine_ptr(magazines, cls), span, puts)
+    old = swap(layout.magazine_ptr(heap, last, cls), span, puts)
     release(heap, old, old != 0)
 
 
 @triton.jit
-def take_spans(heap, cls, counts, wants):
+def take_spans(heap, last, cls, counts, wants):
     """In each lane (or scalar) in ``wants``, the span of so many slots of class ``cls`` in the
     magazine, or 0."""
-    ptr = layout.magazine_ptr(layout.load_magazines(heap), cls)
-    span = swap(ptr, (cls * 0).to(tl.int64), wants)
+    span = swap(layout.magazine_ptr(heap, last, cls), (cls * 0).to(tl.int64), wants)
     wanted = layout.span_of(cls * 0, cls * 0, counts, cls)
     fits = (span >> SPAN_COUNT) == (wanted >> SPAN_COUNT)
     release(heap, span, (span != 0) & (fits == 0))

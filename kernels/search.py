@@ -13,7 +13,7 @@ from . import layout
 from .atomics import atomic_load
 from .bits import floor_log2, lowest_bit, lsr, mix, next_bit, run_starts
 from .lanes import any_lane, count_lanes, pick, rank_of
-from .layout import PAGE_WORD, REACHED, SLAB
+from .layout import MAGAZINES, PAGE_WORD, REACHED, SLAB
 from .lines import leave_one, promise, retire, touch_words
 from .magazines import release_spans
 from .pages import give_run, one_of, run_bits
@@ -28,9 +28,8 @@ def take_rest(heap, first):
     are slabs with nothing out, whether or not a place leads to them. Returns how many of both there
     were (int32). A page whose last slots lie in a magazine further on needs another call."""
     lane = tl.arange(0, 32)
-    magazines, mask = layout.load_magazines(heap)
-    ptr = magazines + first + lane
-    here = first + lane <= mask
+    ptr = heap + MAGAZINES + first + lane
+    here = first + lane <= layout.last_magazine(heap)
     full = here & (atomic_load(ptr, here) != 0)
     if any_lane(full):
         # (An exchange for nothing. Triton 3.6 cannot compile one of these addresses for AMD.)
@@ -51,8 +50,7 @@ def take_rest(heap, first):
 def take_what_rests(heap):
     """Empty all magazines, and retire pages that are kept with nothing out. Returns how many there
     were (int32). If some, there may be more: see :func:`take_rest`."""
-    _first, mask = layout.load_magazines(heap)
-    end = tl.maximum(mask + 1, layout.load_pages(heap))
+    end = tl.maximum(layout.last_magazine(heap) + 1, layout.load_pages(heap))
     some = end * 0
     at = some
     while at < end:

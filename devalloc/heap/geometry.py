@@ -94,9 +94,18 @@ class Geometry:
         return CLASSES * self.stripes
 
     @property
+    def magazine_words(self) -> slice:
+        """Where the magazines lie in the state."""
+        return slice(layout.MAGAZINES.value, layout.MAGAZINES.value + self.magazines)
+
+    @property
+    def lines_at(self) -> int:
+        return _aligned(self.magazine_words.stop)
+
+    @property
     def line_words(self) -> slice:
         """Where their words lie in the state."""
-        first, step = layout.LINES.value, layout.LINE_STRIDE.value * self.stripes
+        first, step = self.lines_at, layout.LINE_STRIDE.value * self.stripes
         return slice(first, first + self.lines * step, step)
 
     @property
@@ -108,12 +117,8 @@ class Geometry:
         return _aligned(self.rows + (CLASSES + 1) * self.chunks)
 
     @property
-    def magazine_words(self) -> int:
-        return _aligned(self.places + self.lines * self.ring)
-
-    @property
     def records(self) -> int:
-        return _aligned(self.magazine_words + self.magazines)
+        return _aligned(self.places + self.lines * self.ring)
 
     def words_of(self, pages: int) -> int:
         """Length of the state up to the records of the first ``pages`` pages."""
@@ -135,8 +140,8 @@ class Geometry:
             layout.ROWS: self.rows,
             layout.PLACES: self.places,
             layout.CHUNKS: self.chunks,
-            layout.MAGAZINES: self.magazine_words,
-            layout.MAGAZINE_MASK: self.magazines - 1,
+            layout.LAST_MAGAZINE: self.magazines - 1,
+            layout.LINES: self.lines_at,
             layout.PAGES: 0 if self.grows else self.pages,
             layout.BELL: bell,
         }

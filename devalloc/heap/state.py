@@ -165,13 +165,13 @@ class State:
         self.absent = np.zeros(self.pages, dtype=bool)
         for part in absent:
             self.absent[part] = True
-        self.fixed = _copy(handle[: layout.LINES.value])
+        self.fixed = _copy(handle[: layout.MAGAZINES.value])
         first, step = g.records, layout.RECORD_WORDS.value
         self.records = handle[first : first + self.pages * step].view(self.pages, step)
         self.words = _copy(self.records[:, layout.PAGE_WORD.value])
         rows = handle[g.rows : g.rows + (CLASSES + 1) * g.chunks]
         self.rows = _copy(rows).reshape(CLASSES + 1, g.chunks)
-        self.spans = Spans.of(_copy(handle[g.magazine_words :][: g.magazines]))
+        self.spans = Spans.of(_copy(handle[g.magazine_words]))
         self.out = self.words & layout.OUT_MASK.value
         self.cls = (self.words >> layout.CLASS_SHIFT.value) & 63
         self.kept = (self.words & layout.KEPT.value) != 0

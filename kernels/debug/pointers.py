@@ -1,5 +1,5 @@
-"""Is there a block behind an address? What ``api.pointer`` asks in a debug heap and in the
-interpreter, and what is recorded if there is none.
+"""Is there a block behind an address, and a heap behind a handle? What ``api`` asks in a debug heap
+and in the interpreter, and what is recorded if there is none.
 
 An address is *sound* for so many bytes if they all lie in one live block; it may be an inner
 address. In a debug heap the table tells, and the bytes are those that were asked for. A lane whose
@@ -21,9 +21,11 @@ from ..addresses import locate, run_head, usable_any
 from ..atomics import atomic_load
 from ..bits import divide
 from ..error_record import record_error
-from ..lanes import any_lane, count_lanes, first_lane, lane_index, pick, width
+from ..lanes import any_lane, axes, count_lanes, first_lane, lane_index, pick, width
 from ..layout import (
     E_INVALID_POINTER,
+    MAGIC,
+    MAGIC_WORD,
     NUM_CLASSES,
     PAGE_BYTES,
     RUN,
@@ -31,10 +33,11 @@ from ..layout import (
     address_of,
     class_bytes,
     load_base,
+    load_immutable,
     page_class,
     page_word_ptr,
 )
-from ..target import tell_host
+from ..target import is_interpreted, tell_host
 from . import block_table
 from .block_table import RUN_USE
 
@@ -42,6 +45,27 @@ from .block_table import RUN_USE
 BY_POINTER = tl.constexpr(4)
 BY_GATHER = tl.constexpr(5)
 BY_SCATTER = tl.constexpr(6)
+
+
+@triton.constexpr_function
+def is_checked(heap):
+    """Whether the functions look at what they are given more closely than an ordinary heap's may
+    on a device: in a debug heap, and in the interpreter."""
+    return heap.dtype.element_ty == tl.uint64 or triton.knobs.runtime.interpret
+
+
+@triton.jit
+def of_heap(heap, active):
+    """The active lanes; in a debug heap and in the interpreter none if the handle does not point to
+    the state of a heap. Then the interpreter raises; on a device no heap is there to record it."""
+    if is_checked(heap):
+        word = load_immutable(block_table.control_block(heap), MAGIC_WORD)
+        if is_interpreted():
+            if word != MAGIC:
+                tell_host("handle", word)
+        # (Not `active & ...`: the interpreter would keep that as integers.)
+        active = tl.where(word == MAGIC, active.to(tl.int32), 0) != 0
+    return active
 
 
 @triton.jit
@@ -129,3 +153,26 @@ def raise_unsound(heap, addr, nbytes: tl.constexpr, active):
         at = pick(addr, lane)
         start, size = pick(block, lane), pick(have, lane)
         tell_host("pointer", at, nbytes, start, size, load_base(heap), lane, width(addr))
+
+
+@triton.constexpr_function
+def element_bytes(dtype):
+    """What an element of a type takes in memory."""
+    return 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
+
+
+@triton.jit
+def checked_addresses(heap, addr, dtype: tl.constexpr, active):
+    """For ``api.pointer``, if :func:`is_checked`: int64 addresses of any shape; those in active lanes
+    should be of elements of ``dtype`` in live blocks. In a debug heap others are recorded and
+    replaced, in the interpreter they raise."""
+    active = of_heap(heap, active)
+    flat = addr
+    if axes(addr) > 1:
+        flat = tl.ravel(addr)
+        active = tl.ravel(active)
+    if block_table.is_debug(heap):
+        flat = sound_or_aside(heap, flat, element_bytes(dtype), active)
+    else:
+        raise_unsound(heap, flat, element_bytes(dtype), active)
+    return tl.reshape(flat, addr.shape) if axes(addr) > 1 else flat

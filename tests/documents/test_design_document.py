@@ -27,7 +27,7 @@ def words(heap: Heap) -> tuple[int, int, int, str]:
     g = heap._geometry
     line = range(g.words)[g.line_words][CLASS * g.stripes]
     tickets, live, page = heap.handle[[line, g.records, g.records + 64]].tolist()
-    magazines = heap.handle[g.magazine_words :][: g.magazines]
+    magazines = heap.handle[g.magazine_words]
     spans = magazines[magazines != 0].tolist()
     magazine = "empty"
     for span in spans:

@@ -38,7 +38,7 @@ class Damage:
         self.small = int(np.flatnonzero((state.kind == SLAB) & (state.cls == SMALL_CLASS))[0])
         self.runs = np.flatnonzero(state.kind == RUN).tolist()
         self.free = np.flatnonzero(state.page_free).tolist()
-        self.magazines = [g.magazine_words + int(at) for at in state.spans.magazine]
+        self.magazines = [g.magazine_words.start + int(at) for at in state.spans.magazine]
 
     def word(self, page: int) -> int:
         return self.geometry.records + page * layout.RECORD_WORDS.value + layout.PAGE_WORD.value
@@ -313,7 +313,7 @@ def test_magazines_may_have_slots_in_common(heap: BareHeap) -> None:
 @pytest.mark.parametrize("opened", [1, 1 << 18, (1 << 18) + 5, (1 << 31) - 3])
 def test_numbers_of_places_wrap_around(heap: BareHeap, opened: int) -> None:
     damage = Damage(heap)
-    heap.handle[layout.LINES.value + SLOT_CLASS * 8] = opened << 32
+    heap.handle[damage.geometry.lines_at + SLOT_CLASS * 8] = opened << 32
     damage.set(damage.geometry.places + SLOT_CLASS * damage.geometry.ring + 1, 0)
     for behind in (1, 2, 16):
         number = (opened - behind) & layout.NUMBER_MASK.value

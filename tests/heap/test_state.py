@@ -55,16 +55,16 @@ EVERY = [1, 2, 3, 15, 16, 17, 63, 64, 65, 1000, 1024, 100_000, MAX_PAGES - 1, MA
 def test_arrays_lie_one_behind_the_other(pages: int) -> None:
     g = Geometry.of(pages)
     sizes = {
-        "lines": (layout.LINES.value, g.lines * g.stripes * layout.LINE_STRIDE.value),
+        "magazines": (layout.MAGAZINES.value, g.magazines),
+        "lines": (g.lines_at, g.lines * g.stripes * layout.LINE_STRIDE.value),
         "rows": (g.rows, (CLASSES + 1) * g.chunks),
         "places": (g.places, g.lines * g.ring),
-        "magazines": (g.magazine_words, g.magazines),
         "records": (g.records, pages * layout.RECORD_WORDS.value),
     }
     lines = g.line_words
     assert (lines.start, lines.stop, lines.step) == (
-        layout.LINES.value,
-        sizes["lines"][1] + layout.LINES.value,
+        g.lines_at,
+        sizes["lines"][1] + g.lines_at,
         g.stripes * layout.LINE_STRIDE.value,
     )
     end = layout.HINTS.value + layout.HINT_COPIES.value * layout.HINT_STRIDE.value

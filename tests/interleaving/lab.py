@@ -282,7 +282,7 @@ class View:
         self.pages = geometry.pages
         self.records = words[first : first + self.pages * stride].reshape(self.pages, stride)
         self.rows = words[geometry.rows : geometry.rows + geometry.chunks]
-        self.spans = words[geometry.magazine_words :][: geometry.magazines]
+        self.spans = words[geometry.magazine_words]
         self.lines = words[geometry.line_words]
         self.errors = words[layout.ERRORS.value : layout.RECORD_COUNT.value]
         # For each class, where in the words of a page the live bits of its slots lie.

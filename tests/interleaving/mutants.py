@@ -30,10 +30,10 @@ PUT = """\
         ptr = layout.page_word_ptr(heap, tl.where(new, span & PAGE_MASK, 0).to(tl.int32))
         seen = tl.atomic_or(ptr, (span & 0) + SPANNED, mask=new, sem="relaxed")
         span += lsr(tl.where(new, seen, 0), 63)
-    old = swap(layout.magazine_ptr(magazines, cls), span, puts)
+    old = swap(layout.magazine_ptr(heap, last, cls), span, puts)
 """
 PUT_EARLY = """\
-    old = swap(layout.magazine_ptr(magazines, cls), span, puts)
+    old = swap(layout.magazine_ptr(heap, last, cls), span, puts)
     new = puts & ((word & SPANNED) == 0)
     if any_lane(new):
         ptr = layout.page_word_ptr(heap, tl.where(new, span & PAGE_MASK, 0).to(tl.int32))
