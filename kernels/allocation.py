@@ -106,7 +106,7 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr, whole: tl.constexpr):
         leads = active & (leader == lane)
         span = (cls * 0).to(tl.int64)
         if whole:
-            span = take_spans(heap, layout.last_magazine(heap), cls, count, leads)
+            span = take_spans(heap, cls, count, leads)
         draws = leads & (span == 0)
         span = from_leader(span, leader)
         index = rank
@@ -260,8 +260,6 @@ def malloc_whole(heap, cls, same, rank, count):
 @triton.jit
 def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
     """Addresses of blocks for int64 sizes, a scalar or a block; 0 in other lanes."""
-    # (It is under way while the class is computed.)
-    last = layout.last_magazine(heap)
     small = active & (nbytes > 0) & (nbytes <= MAX_SLOT)
     classes = layout.size_class(tl.where(small, nbytes, 1).to(tl.int32))
     cls = tl.max(classes, axis=0) if lanes.is_block(classes) else classes
@@ -275,7 +273,7 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
         size = layout.class_bytes(cls)
         # (More than half of a page is never in a magazine.)
         if (count > 0) & (count * size * 2 <= PAGE_BYTES):
-            span = take_spans(heap, last, cls, count, count > 0)
+            span = take_spans(heap, cls, count, count > 0)
         if span != 0:
             spans = span + (rank * 0).to(tl.int64)
             # (A scalar is active, if there is a span.)

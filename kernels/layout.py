@@ -124,15 +124,15 @@ def immutable_load(word):
 
 
 @triton.jit
-def load_immutable(heap, word: tl.constexpr, pure: tl.constexpr = True):
+def load_immutable(heap, word: tl.constexpr):
     """One immutable word of the control block (int64).
 
     On CUDA a load that is declared to read what is never written (``ld.global.nc``). A plain load
     would be repeated after every acquire and every barrier, each time from beyond the first-level
-    cache, which an acquire empties. What is not ``pure`` is loaded where it is called, each time.
+    cache, which an acquire empties.
     """
     if has_ptx():
-        value = assembly(immutable_load(word), "=l,l", (heap,), tl.int64, pure)
+        value = assembly(immutable_load(word), "=l,l", (heap,), tl.int64, True)
     else:
         value = tl.load(heap + word)
     return value
@@ -315,8 +315,7 @@ def bit_of(page):
 @triton.jit
 def last_magazine(heap):
     """The number (int32) of the last magazine: one less than a power of two."""
-    # (Loaded where this is called, before it is needed. The words beside it then come, too.)
-    return load_immutable(heap, LAST_MAGAZINE, pure=False).to(tl.int32)
+    return load_immutable(heap, LAST_MAGAZINE).to(tl.int32)
 
 
 @triton.jit

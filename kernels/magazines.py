@@ -72,10 +72,11 @@ def put_spans(heap, last, cls, span, word, puts):
 
 
 @triton.jit
-def take_spans(heap, last, cls, counts, wants):
+def take_spans(heap, cls, counts, wants):
     """In each lane (or scalar) in ``wants``, the span of so many slots of class ``cls`` in the
     magazine, or 0."""
-    span = swap(layout.magazine_ptr(heap, last, cls), (cls * 0).to(tl.int64), wants)
+    ptr = layout.magazine_ptr(heap, layout.last_magazine(heap), cls)
+    span = swap(ptr, (cls * 0).to(tl.int64), wants)
     wanted = layout.span_of(cls * 0, cls * 0, counts, cls)
     fits = (span >> SPAN_COUNT) == (wanted >> SPAN_COUNT)
     release(heap, span, (span != 0) & (fits == 0))

@@ -163,9 +163,9 @@ def element_bytes(dtype):
 
 @triton.jit
 def checked_addresses(heap, addr, dtype: tl.constexpr, active):
-    """For ``api.pointer``, if :func:`is_checked`: int64 addresses of any shape; those in active lanes
-    should be of elements of ``dtype`` in live blocks. In a debug heap others are recorded and
-    replaced, in the interpreter they raise."""
+    """For ``api.pointer``, if :func:`is_checked`: int64 addresses of any shape. Those in active
+    lanes should be of elements of ``dtype`` in live blocks: others are recorded and replaced in a
+    debug heap, and raise in the interpreter."""
     active = of_heap(heap, active)
     flat = addr
     if axes(addr) > 1:
