@@ -59,7 +59,7 @@ def swap(ptr, span, there):
 @triton.jit
 def put_spans(heap, last, cls, span, word, puts):
     """Put spans of pages with these words into the magazines of their classes, for the lanes (or
-    scalar) in ``puts``, and release those that were there."""
+    scalar) in ``puts``, and release those that were there. ``last``: the last magazine."""
     new = puts & ((word & SPANNED) == 0)
     if any_lane(new):
         # Once in the life of a page, and while the slots are still ours: later, the page may be

@@ -89,7 +89,7 @@ def take_nothing(heap, cls, counts, wants):
 
 
 @triton.jit
-def put_nothing(heap, magazines, cls, span, word, puts):
+def put_nothing(heap, last, cls, span, word, puts):
     """``put_spans`` without magazines."""
     release(heap, span, puts)
 
