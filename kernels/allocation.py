@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from . import lanes, layout
-from .atomics import alone, atomic_load, fence
+from .atomics import alone, atomic_load, fence, load_one
 from .bits import divide, halves, join, lsr, mix
 from .error_record import record_error
 from .groups import GROUP, alike, from_leader, has_groups, last_start
@@ -24,7 +24,7 @@ from .lines import await_places, open_places, pass_over, promise, stop_keeping, 
 from .live import claim_others, heard, live_bit, speak_for
 from .magazines import take_spans
 from .pages import one_of, take_adjacent, window
-from .search import malloc_run, search_slots
+from .search import guess_slots, malloc_run, search_slots
 
 ROUNDS = tl.constexpr(8)  # tickets that a request draws before it searches
 LATE = tl.constexpr(-2)  # in place of a page: the place was not open in time
@@ -189,31 +189,34 @@ def malloc_alike(heap, cls, same, rank, need, polls: tl.constexpr):
 
 
 @triton.jit(noinline=True)
-def search_block(heap, nbytes, count):
-    """A block of ``nbytes`` (int64 scalar) from a search; ``count`` lanes want one like it. Returns
-    its address, or 0 if there is none."""
-    addr = nbytes * 0
-    if nbytes > MAX_SLOT:
-        addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
-    elif nbytes > 0:
-        cls = layout.size_class(nbytes.to(tl.int32))
-        found = search_slots(heap, cls)
-        if found >= 0:
-            size = layout.class_bytes(cls)
-            slot = one_of(layout.slots_of(size), mix(layout.program_index() + count))
-            addr = claim_span(heap, found.to(tl.int64), size, slot, found >= 0, shared=False)
-    return addr
+def guess_slot(heap, cls):
+    """:func:`guess_slots` for one class (int32 scalar)."""
+    return guess_slots(heap, cls, cls >= 0)
 
 
 @triton.jit(noinline=True)
 def malloc_last(heap, nbytes, count):
-    """:func:`search_block`, and in a heap that grows by itself, again if it finds nothing, when the
-    host has answered or will not. If there is no block, 0, and all these lanes have failed."""
+    """A block of ``nbytes`` (int64 scalar) from a search; in a heap that grows by itself, from
+    another if it finds nothing, when the host has answered or will not. Returns its address; or 0,
+    and then all ``count`` lanes that want the same have failed."""
     answers = load_answers(heap)
-    addr = search_block(heap, nbytes, count)
-    while (addr == 0) & (answers != 0):
-        answers = ask_for_pages(heap, nbytes, answers)
-        addr = search_block(heap, nbytes, count)
+    addr = nbytes * 0
+    again = count > 0
+    while again:
+        if nbytes > MAX_SLOT:
+            addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
+        elif nbytes > 0:
+            cls = layout.size_class(nbytes.to(tl.int32))
+            addr = guess_slot(heap, cls)
+            if addr == 0:
+                page = search_slots(heap, cls)
+                if page >= 0:
+                    size = layout.class_bytes(cls)
+                    slot = one_of(layout.slots_of(size), mix(layout.program_index()))
+                    addr = claim_span(heap, page.to(tl.int64), size, slot, page >= 0, shared=False)
+        again = (addr == 0) & (answers != 0)
+        if again:
+            answers = ask_for_pages(heap, nbytes, answers)
     if addr == 0:
         kind = tl.where(nbytes < 0, E_INVALID_ARGUMENT, E_OUT_OF_MEMORY)
         record_error(heap, kind + 0, addr, nbytes, count)
@@ -268,6 +271,11 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
     count = lanes.count_lanes(same)
     addr = nbytes * 0
     rest = active & (nbytes != 0)
+    full = count < 0
+    if lanes.width(nbytes) > GROUP:
+        # Without free pages, others of the class mostly have some room: so guesses come first. (Of
+        # fewer lanes they come last, since there they would decide how many registers are used.)
+        full = load_one(layout.hint_ptr(heap)) >= layout.load_chunks(heap)
     if count == lanes.count_lanes(small):
         span = tl.full((), 0, tl.int64)
         size = layout.class_bytes(cls)
@@ -280,10 +288,19 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
             good = same if lanes.is_block(same) else span != 0
             addr = claim_span(heap, spans, size, rank, good, shared=lanes.is_block(same))
         elif lanes.is_block(nbytes):
-            addr = malloc_whole(heap, cls, same, rank, count)
+            if full == 0:
+                addr = malloc_whole(heap, cls, same, rank, count)
         rest = rest & (addr == 0)
     if lanes.any_lane(rest):
         small = rest & small
+        if lanes.width(nbytes) > GROUP:
+            if full:
+                addr = tl.where(small, guess_slots(heap, classes, small), addr)
+                rest = rest & (addr == 0)
+                small = rest & small
+                if lanes.any_lane(small):
+                    # (So that what opens places looks at all chunks again.)
+                    tl.atomic_min(layout.hint_ptr(heap), tl.full((), 0, tl.int64), sem="relaxed")
         left = lanes.count_lanes(small)
         mixed = left < 0
         if lanes.is_block(nbytes):

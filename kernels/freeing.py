@@ -11,7 +11,7 @@ from .error_record import record_error
 from .groups import GROUP, alike, has_groups
 from .lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick, width
 from .layout import E_DOUBLE_FREE, E_INVALID_FREE, ERRORS, FREES, HINT_STRIDE, OUT_MASK, RUN, SLAB
-from .lines import leave_account, leave_one, retire_run
+from .lines import leave_account, leave_slots, retire_run
 from .live import heard, live_bit, speak_for
 from .magazines import put_spans, spans_of_block
 
@@ -64,7 +64,7 @@ def free_scalar(heap, records, last, addr, inside, page, granule):
             put_spans(heap, last, cls, span, word, inside)
         elif retire_run(heap, page, (word & (-1 - OUT_MASK)) + 1, owner=True) == 0:
             # (Another program has come to the run's word by mistake.)
-            leave_one(heap, page)
+            leave_slots(heap, page, inside)
     else:
         report_wrong(heap, addr)
 
@@ -126,16 +126,15 @@ def free_block(heap, records, last, addr, given, active, page, granule):
             put_spans(heap, last, cls, span, state, first >= 0)
             kept = first >= 0
     if kept == 0:
-        speaks = active & (before == 0)
-        if together == 0:
-            leader, rank, counts, upto = alike(page, active)
-            speaks = active & (leader == lane)
-            if groups:
-                if mixed:
-                    group = (leader, rank, counts, upto)
-                    span, puts = spans_of_block(page, granule, word, active, group)
-                    put_spans(heap, last, layout.page_class(word), span, word, puts)
-                    speaks = speaks & (puts == 0)
+        counts = tl.where(together, counts, 1)
+        speaks = active & (tl.where(together, before, 0) == 0)
+        if groups:
+            if mixed:
+                group = alike(page, active)
+                leader, _rank, counts, _upto = group
+                span, puts = spans_of_block(page, granule, word, active, group)
+                put_spans(heap, last, layout.page_class(word), span, word, puts)
+                speaks = active & (leader == lane) & (puts == 0)
         change = counts.to(tl.int64)
         ptr = layout.page_word_ptr(heap, page)
         now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change

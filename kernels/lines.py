@@ -25,7 +25,7 @@ from .bits import divide, lsr, mix, next_bit
 from .lanes import any_lane, first_lane, is_block, lane_index, pick, rank_of
 from .lanes import width as width_of
 from .layout import ERRORS, KEPT, OPENED, OUT_MASK, PLACE_MASK, REACHED, RUN, SLAB, SPANNED
-from .pages import find_pages, give_pages, give_run, spread, try_pages
+from .pages import find_chunk, find_pages, give_pages, give_run, spread, try_pages
 
 LOOKS = tl.constexpr(8)  # how many pages of the row of its class an opener tries
 BESIDE = tl.constexpr(8)  # in how many words, which it loads at one time
@@ -125,12 +125,24 @@ def leave_account(heap, page, now, counts, speaks, runs: tl.constexpr = True):
 
 
 @triton.jit(noinline=True)
-def leave_one(heap, page):
-    """Take one slot, or a run, out of the account of ``page`` (int32 scalar). Returns 0."""
-    one = (page & 0).to(tl.int64) + 1
-    now = tl.atomic_add(layout.page_word_ptr(heap, page), -one, sem="relaxed") - one
+def leave_one(heap, page, now):
+    """:func:`leave_account` after one left the account of ``page``, ``now`` its word. Returns 0."""
     leave_account(heap, page, now, page * 0 + 1, page >= 0)
     return page * 0
+
+
+@triton.jit
+def leave_slots(heap, page, leaves):
+    """Take one slot each, or a run, out of the accounts of pages, for the lanes (or scalar) in
+    ``leaves``. (Mostly many are left: nothing follows.)"""
+    ptr = layout.page_word_ptr(heap, tl.where(leaves, page, 0))
+    one = (page & 0).to(tl.int64) + 1
+    now = tl.atomic_add(ptr, -one, mask=leaves, sem="relaxed") - one
+    few = leaves & (((now & SLAB) == 0) | (layout.page_out(now) <= layout.page_half(now)))
+    at = first_lane(few)
+    while at < width_of(few):
+        leave_one(heap, pick(page, at), pick(now, at))
+        at = first_lane(few & (lane_index(few) > at))
 
 
 @triton.jit
@@ -258,6 +270,9 @@ def open_places(heap, cls, slots, place, opens, front, area):
     one = fresh & (half_1 >= 0)
     tl.atomic_or(row + (page >> 6), layout.bit_of(page), mask=one, sem="relaxed")
     tl.atomic_max(ptr + REACHED, (page & 0).to(tl.int64) + 1, mask=fresh, sem="relaxed")
+    if any_lane(both & (got == 0)):
+        # (So that the hint says when no page is free.)
+        find_chunk(heap, front * 0 + 1, front * 0)
 
 
 @triton.jit

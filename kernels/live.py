@@ -92,12 +92,13 @@ def another(word, granule, size):
 
 
 @triton.jit
-def claim_others(records, page, granule, size, lost):
-    """Other slots for the lanes that ``lost`` theirs: each was promised one of its page."""
-    while any_lane(lost):
+def claim_others(records, page, granule, size, wants):
+    """Claim slots for the lanes in ``wants``, each promised one of its page: that at ``granule``,
+    or another. Returns where they begin."""
+    while any_lane(wants):
         ptr, bit = live_bit(records, page, granule)
-        old = tl.atomic_or(ptr, bit, mask=lost, sem="relaxed")
-        lost = lost & ((old & bit) != 0)
-        if any_lane(lost):
-            granule = tl.where(lost, another(old | bit, granule, size), granule)
+        old = tl.atomic_or(ptr, bit, mask=wants, sem="relaxed")
+        wants = wants & ((old & bit) != 0)
+        if any_lane(wants):
+            granule = tl.where(wants, another(old | bit, granule, size), granule)
     return granule

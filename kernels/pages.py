@@ -65,23 +65,24 @@ def try_pages(heap, page, need, want, one: tl.constexpr = False):
 
 @triton.jit
 def find_chunk(heap, width, salt):
-    """``(chunk, word)`` (scalars): one of about the first ``width`` chunks with free pages, and its
-    word. 0 if the 64 chunks looked at have none. Moves the hint to the first with free pages, or
-    past all that it has seen."""
+    """``(chunk, word, none)`` (scalars): one of about the first ``width`` chunks with free pages,
+    and its word, 0 if the 64 chunks looked at have none; and whether this was the rest of the heap.
+    Moves the hint to the first with free pages, or past all that it has seen."""
     lane = tl.arange(0, 64)
     chunks = layout.load_chunks(heap)
     front = load_one(layout.hint_ptr(heap))
-    choice = one_of(width, salt)
+    choice = one_of(tl.maximum(tl.minimum(width, chunks - front), 1), salt)
     start = front + (choice & -64)
     near = start + lane
     near = tl.where(near < chunks, near, near % chunks)
     words = atomic_load(layout.free_row(heap) + near)
     some = unite(tl.where(words != 0, layout.bit_of(lane), 0))
-    first = pick(near, tl.minimum(lowest_bit(some), 63))
+    first = tl.minimum(start + 64, chunks)
+    first = tl.where(some != 0, pick(near, lowest_bit(some)), first)
     if (start == front) & (first != front):
         tl.atomic_xchg(layout.hint_ptr(heap), first.to(tl.int64), sem="relaxed")
     step = next_bit(tl.where(some != 0, some, 1), choice & 63)
-    return pick(near, step), pick(words, step)
+    return pick(near, step), pick(words, step), (start == front) & (first == chunks)
 
 
 @triton.jit
@@ -97,7 +98,8 @@ def find_pages(heap, want, page, old, need, width):
     while any_lane(pending) & (tries < TRIES):
         salt = mix(layout.program_index() + tries * 977)
         if any_lane(pending & (old == 0)):
-            chunk, word = find_chunk(heap, (width + 63) >> 6, salt)
+            chunk, word, none = find_chunk(heap, (width + 63) >> 6, salt)
+            tries += tl.where(none, TRIES, 0)
             page = tl.where(pending & (old == 0), chunk << 6, page)
             old = tl.where(old == 0, word, old)
         # What came back says which pages of the chunk are free.

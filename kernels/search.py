@@ -1,6 +1,6 @@
-"""What is done when lines and guesses find nothing: exact searches, and runs of pages.
+"""Slots without tickets: guesses in a full heap, and exact searches; and runs of pages.
 
-A search looks everywhere: for free pages, for pages of the class with room, and then it takes what
+A search looks everywhere: for pages of the class with room, for free pages, and then it takes what
 rests: spans out of magazines, and kept pages with nothing out. It gives up when a pass finds
 nothing, and saw the same words as the pass before it, or after PASSES of them. So it fails only if
 nothing was free at some time, or if others kept taking and giving meanwhile.
@@ -10,15 +10,17 @@ import triton
 import triton.language as tl
 
 from . import layout
-from .atomics import atomic_load
-from .bits import floor_log2, lowest_bit, lsr, mix, next_bit, run_starts
-from .lanes import any_lane, count_lanes, pick, rank_of
+from .atomics import atomic_load, load_one
+from .bits import floor_log2, lowest_bit, lsr, mix, run_starts
+from .lanes import any_lane, count_lanes, lane_index, pick, rank_of
 from .layout import MAGAZINES, PAGE_WORD, REACHED, SLAB
-from .lines import leave_one, promise, retire, touch_words
+from .lines import leave_slots, promise, retire, touch_words
+from .live import another, claim_others, live_bit
 from .magazines import release_spans
-from .pages import give_run, one_of, run_bits
+from .pages import give_run, one_of, run_bits, spread
 
 PASSES = tl.constexpr(16)
+GUESSES = tl.constexpr(64)  # pages that a lane tries before it searches
 FAR = tl.constexpr(1 << 30)
 
 
@@ -69,14 +71,45 @@ def next_pass(heap, passes, lost, same):
     return passes + 1 + tl.where(last, PASSES, 0)
 
 
-@triton.jit(noinline=True)
-def ask(heap, cls, page):
-    """Ask ``page`` for one slot of class ``cls`` (int32 scalars). Returns it, or -1."""
-    one = page * 0 + 1
-    granted = promise(heap, page, cls, one, layout.class_slots(cls), one == 1)
-    if granted == 0:
-        leave_one(heap, page)
-    return tl.where(granted == 1, page, -1)
+@triton.jit
+def ask(heap, cls, page, asks):
+    """Ask pages for a slot of class ``cls`` each, for the lanes (or scalar) in ``asks``. Returns
+    which were promised one."""
+    granted = promise(heap, page, cls, cls * 0 + 1, layout.class_slots(cls), asks) > 0
+    lost = asks & (granted == 0)
+    if any_lane(lost):
+        leave_slots(heap, page, lost)
+    return granted
+
+
+@triton.jit
+def guess_slots(heap, cls, wants):
+    """Slots for the lanes (or scalar) in ``wants``, wherever pages at random have some: where most
+    pages of a class have room for one, no lane has to wait for another. Addresses, or 0."""
+    records = layout.load_records(heap)
+    size = layout.class_bytes(cls)
+    slots = layout.slots_of(size)
+    salt = layout.program_index() * 1024 + lane_index(cls) + 1
+    page = cls * 0
+    granule = cls * 0
+    seeks = wants
+    tries = 0
+    while any_lane(seeks) & (tries < GUESSES):
+        salt = mix(salt)
+        page = tl.where(seeks, spread(salt, layout.load_pages(heap)), page)
+        # The way to a clear bit, from a word of live bits read together with the page's word, is
+        # computed while the page is asked.
+        start = one_of(slots, salt) * (size >> 4)
+        word = atomic_load(layout.page_word_ptr(heap, page), seeks)
+        ptr, _bit = live_bit(records, page, start)
+        live = atomic_load(ptr, seeks)
+        granule = tl.where(seeks, another(live, start, size), granule)
+        room = layout.is_slab_of(word, cls) & (layout.page_out(word) < slots)
+        seeks = seeks & (ask(heap, cls, page, seeks & room) == 0)
+        tries += 1
+    wants = wants & (seeks == 0)
+    granule = claim_others(records, page, granule, size, wants)
+    return tl.where(wants, layout.address_of(heap, page, granule), 0)
 
 
 @triton.jit(noinline=True)
@@ -85,58 +118,49 @@ def search_slots(heap, cls):
     -1 if there is none."""
     lane = tl.arange(0, 64)
     slots = layout.class_slots(cls)
-    chunks = (layout.load_pages(heap) + 63) >> 6
+    pages = layout.load_pages(heap)
+    chunks = (pages + 63) >> 6
+    front = load_one(layout.hint_ptr(heap))
     found = cls * 0 - 1
     before = (cls * 0).to(tl.int64)
     passes = cls * 0
     while (found < 0) & (passes < PASSES):
         seen = before & 0
         lost = cls * 0
-        # Pages of the class with room for half of their slots, then free pages, of 64 chunks at a
-        # time; then all pages of the class.
-        kind = cls * 0
-        while (found < 0) & (kind < 3):
-            row = tl.where(kind == 0, layout.class_row(heap, cls), layout.free_row(heap))
-            end = tl.where(kind == 2, layout.load_pages(heap), chunks)
-            at = cls * 0
-            tries = cls * 0
-            while (found < 0) & (at < end):
-                here = at + lane < end
-                if kind == 2:
-                    word = atomic_load(layout.page_word_ptr(heap, at + lane), here)
-                    word = tl.where(layout.is_slab_of(word, cls), word, 0)
-                    some = here & (word != 0) & (layout.page_out(word) < slots)
-                else:
-                    word = atomic_load(row + at + lane, here)
-                    some = word != 0
-                weight = (2 * (at + lane) + 1).to(tl.int64)
-                seen += tl.sum(tl.where(tries == 0, word, 0) * weight, axis=0)
-                count = count_lanes(some)
-                if count > 0:
-                    salt = mix(layout.program_index() + tries * 977 + passes * 7919)
-                    chosen = some & (rank_of(some) == one_of(count, salt))
-                    index = at + tl.sum(tl.where(chosen, lane, 0), axis=0)
-                    if kind == 2:
-                        found = ask(heap, cls, index)
-                    else:
-                        bit = next_bit(pick(word, index - at), (salt >> 16) & 63)
-                        old = tl.atomic_and(row + index, layout.bit_of(bit) ^ -1, sem="relaxed")
-                        if (old & layout.bit_of(bit)) != 0:
-                            page = index * 64 + bit
-                            if kind == 1:
-                                state = layout.slab_word(cls, slots)
-                                ptr = layout.page_word_ptr(heap, page)
-                                tl.atomic_add(ptr, state, sem="relaxed")
-                                tl.atomic_max(ptr + REACHED, state & 0 | 1, sem="relaxed")
-                            found = ask(heap, cls, page)
-                            # (Others may use the rest.)
-                            rest = tl.where((found >= 0) & (slots > 2), layout.bit_of(bit), 0)
-                            tl.atomic_or(layout.class_row(heap, cls) + index, rest, sem="relaxed")
-                # (Others were first: look at the same words again, but a bounded number of times.)
-                lost = lost | ((count > 0) & (found < 0)).to(tl.int32)
-                tries = tl.where((count > 0) & (tries < PASSES), tries + 1, 0)
-                at += tl.where(tries > 0, 0, 64)
-            kind += 1
+        at = cls * 0
+        while (found < 0) & (at < chunks):
+            # Of each chunk pages of the class, or else free ones.
+            chunk = (front + at) % chunks
+            page = chunk * 64 + lane
+            here = page < pages
+            ptr = layout.free_row(heap) + chunk
+            free = pick(atomic_load(ptr + lane * 0, lane == 0), 0)
+            word = atomic_load(layout.page_word_ptr(heap, tl.where(here, page, 0)), here)
+            word = tl.where(layout.is_slab_of(word, cls), word, 0)
+            some = here & (word != 0) & (layout.page_out(word) < slots)
+            fresh = (any_lane(some) == 0) & (free != 0)
+            some = tl.where(fresh, (lsr(free, lane) & 1).to(tl.int32), some.to(tl.int32)) != 0
+            seen += tl.sum(word * (2 * page + 3).to(tl.int64), axis=0) + free * (2 * chunk + 1)
+            count = count_lanes(some)
+            if count > 0:
+                salt = mix(layout.program_index() + passes * 7919)
+                chosen = some & (rank_of(some) == one_of(count, salt))
+                index = tl.sum(tl.where(chosen, page, 0), axis=0)
+                bit = tl.where(fresh, layout.bit_of(index), 0)
+                taken = tl.atomic_and(ptr, bit ^ -1, sem="relaxed") & bit
+                if taken != 0:
+                    ptr = layout.page_word_ptr(heap, index)
+                    tl.atomic_add(ptr, layout.slab_word(cls, slots), sem="relaxed")
+                    tl.atomic_max(ptr + REACHED, taken & 0 | 1, sem="relaxed")
+                    # (Others may use the rest, and what is free beside it.)
+                    row = layout.class_row(heap, cls) + chunk
+                    tl.atomic_or(row, tl.where(slots > 2, taken, 0), sem="relaxed")
+                    tl.atomic_min(layout.hint_ptr(heap), chunk.to(tl.int64), sem="relaxed")
+                won = ask(heap, cls, index, taken == bit)
+                found = tl.where(won, index, found)
+                # (If others were first, the next pass looks again.)
+                lost = lost | (found < 0).to(tl.int32)
+            at += 1
         if found < 0:
             passes = next_pass(heap, passes, lost, seen == before)
             before = seen

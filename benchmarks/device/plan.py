@@ -36,7 +36,7 @@ SCALAR_WARPS = {
 WARP_WIDTH = (256, 8)
 """Of ``warp``: one lane in 32 asks."""
 SPACE = frozenset({"shape", "alike", "live", "runs", "failing"})
-OWN_HEAP = frozenset({"create", "oom", "frag", "fill", "heap", "tail"}) | SPACE
+OWN_HEAP = frozenset({"create", "oom", "frag", "fill", "heap", "latency", "tail"}) | SPACE
 """Patterns that make a heap for each row; the others share one."""
 
 BASELINES = frozenset({"bump", "cuda"})
@@ -135,8 +135,6 @@ class Row:
             return 0
         if self.pattern == "mixed":
             return self.n * (16 + self.size) // 2
-        if self.pattern == "latency":
-            return self.size
         return self.n * self.size * (self.param or 1)
 
     @property

@@ -60,7 +60,7 @@ def _audit_words(state: State) -> None:
     _fail(differs, "H4: the geometry is not that of the heap", "word", state.fixed)
     start, step = layout.HINTS.value, layout.HINT_STRIDE.value
     hints = state.fixed[start : start + layout.HINT_COPIES.value * step : step]
-    wrong = (hints < 0) | (hints >= g.chunks)
+    wrong = (hints < 0) | (hints > g.chunks)
     _fail(wrong, "H3: hints of where free pages begin that lie beyond the heap", "word", hints)
     if g.grows:
         first = layout.EXTENT.value

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from devalloc import Heap, OutOfMemory
+from devalloc.kernels import layout
 from devalloc.sizes import CLASS_SIZES, PAGE_BYTES
 from tests.support import (
     MIB,
@@ -104,6 +105,46 @@ def test_a_run_is_found_wherever_it_is() -> None:
         heap.clear_errors()
         heap.free([heap.base + n * PAGE_BYTES for n in filled])
         assert_whole_capacity(heap)
+
+
+def test_a_block_in_a_full_heap_gets_what_pages_have_left() -> None:
+    """Full pages of two classes, in which a few slots each become free again."""
+    generator = random.Random(7)
+    with Heap(66 * PAGE_BYTES) as heap:
+        had = []
+        for size, count in ((1024, 33 * 64), (256, 33 * 256)):
+            addrs = malloc_lanes(heap, [size] * count)
+            assert (addrs != 0).all()
+            had += [(addr, size) for addr in addrs.tolist()]
+        assert (malloc_lanes(heap, [1024] * 64, block=64) == 0).all()
+        heap.clear_errors()
+        generator.shuffle(had)
+        gone, stay = had[:600], had[600:]
+        free_lanes(heap, [addr for addr, _size in gone], 128)
+        sizes = [size for _addr, size in gone]
+        generator.shuffle(sizes)
+        addrs = malloc_lanes(heap, sizes, block=128)
+        assert heap.check() is None
+        everything = torch.cat([addrs.cpu(), torch.tensor([addr for addr, _size in stay])])
+        assert_blocks(heap, everything, sizes + [size for _addr, size in stay])
+        heap.audit()
+        free_lanes(heap, everything)
+        assert_whole_capacity(heap)
+
+
+def test_a_heap_that_was_full_has_free_pages_again() -> None:
+    """A program whose hint says that there are none finds those that another has freed."""
+    with Heap(2 * PAGE_BYTES) as heap:
+        addrs = fill(heap, 1024, block=256, programs=1)
+        hint = heap.handle[layout.HINTS.value]
+        assert int(hint) == 1  # chunk: all that there are
+        # The first program frees nothing. The hint of the second is another one.
+        free_lanes(heap, [0] * 128 + addrs.tolist(), block=128)
+        heap.clear_errors()
+        assert int(hint) == 1
+        assert (malloc_lanes(heap, [4096] * 64, block=64) != 0).sum() == 32
+        heap.clear_errors()
+        heap.audit()
 
 
 def test_one_program_gets_what_others_hold() -> None:

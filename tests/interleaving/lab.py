@@ -38,7 +38,7 @@ import triton.language as tl
 
 from devalloc import Heap
 from devalloc.heap.geometry import Geometry
-from devalloc.kernels import allocation, freeing, layout
+from devalloc.kernels import allocation, freeing, layout, search
 from devalloc.kernels import pages as page_kernels
 from devalloc.kernels.magazines import release
 from devalloc.sizes import CLASS_SIZES, CLASS_SLOTS, PAGE_BYTES
@@ -106,6 +106,7 @@ def without(scenario: Scenario) -> Iterator[None]:
     changes = [
         (allocation, "ROUNDS", tl.constexpr(ROUNDS)),
         (page_kernels, "TRIES", tl.constexpr(TRIES)),
+        (search, "GUESSES", tl.constexpr(scenario.guesses)),
     ]
     if not scenario.magazines:
         changes += [
@@ -125,14 +126,14 @@ def without(scenario: Scenario) -> Iterator[None]:
 class Scenario:
     """Programs that meet.
 
-    ``before``: sizes of the blocks in slots 0, 1, ... when they begin. ``magazines``: how
-    many there are; 0: nothing is put into magazines. ``searches``: whether a malloc searches that
-    finds nothing by its line. ``polls``: how often a program looks whether a place is open.
-    ``exact``: whether histories must be linearisable, wrong frees included; if not, there must be
-    no wrong frees. ``doubles``: whether all wrong frees must be told as double ones. ``nulls``:
-    whether a malloc may fail; ``served``: slots that hold an address in the end. ``opened``: how
-    many places may have been opened, if that is limited. ``first``: the program whose calls must
-    end before any other program ends.
+    ``before``: sizes of the blocks in slots 0, 1, ... when they begin. ``magazines``: how many
+    there are; 0: nothing is put into magazines. ``searches``: whether a malloc searches that finds
+    nothing by its line, and ``guesses``: how many pages it tries before. ``polls``: how often a
+    program looks whether a place is open. ``exact``: whether histories must be linearisable, wrong
+    frees included; if not, there must be no wrong frees. ``doubles``: whether all wrong frees must
+    be told as double ones. ``nulls``: whether a malloc may fail; ``served``: slots that hold an
+    address in the end. ``opened``: how many places may have been opened, if that is limited.
+    ``first``: the program whose calls must end before any other program ends.
     """
 
     name: str
@@ -144,6 +145,7 @@ class Scenario:
     ring: int = 2
     magazines: int = 1
     searches: bool = True
+    guesses: int = 1
     polls: int = 2
     exact: bool = True
     doubles: bool = False

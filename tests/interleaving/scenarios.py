@@ -488,6 +488,7 @@ ALL = (
         "search_finds_the_last",
         pages=1,
         magazines=0,
+        guesses=0,
         nulls=False,
         before=(EIGHTH,) * 8,
         script=((free(3), malloc(8, EIGHTH)),),
@@ -498,6 +499,7 @@ ALL = (
         "search_or_free",
         pages=1,
         magazines=0,
+        guesses=0,
         before=(EIGHTH,) * 5,
         script=(
             (malloc_lanes(5, EIGHTH), free(0), free_lanes(1), free(5), free(6), free(7)),
@@ -509,11 +511,50 @@ ALL = (
             *samples(16),
         ),
     ),
+    # ... and so does a guess, which leaves a page that another class opens meanwhile.
+    Scenario(
+        "guess_or_free",
+        pages=1,
+        magazines=0,
+        before=(EIGHTH,) * 5,
+        script=(
+            (malloc_lanes(5, EIGHTH), free(0), free_lanes(1), free(5), free(6), free(7)),
+            (malloc(9, EIGHTH), free(9)),
+            (malloc(10, PAGE_BYTES), free(10)),
+        ),
+        plan=(
+            *directed(Turn(0, "run_script", 2), Turn(1, "guess_slots"), Turn(0), Turn(2), Turn(1)),
+            *samples(16),
+        ),
+    ),
+    # A guess is refused by a page that is full meanwhile, and leaves it when all others have.
+    Scenario(
+        "guess_leaves_the_last",
+        pages=1,
+        magazines=0,
+        before=(EIGHTH,) * 7,
+        script=(
+            (malloc(7, EIGHTH), *(free(slot) for slot in range(8))),
+            (malloc(9, EIGHTH), free(9)),
+        ),
+        plan=(
+            *directed(
+                Turn(0, "promise"),
+                Turn(1, "promise"),
+                Turn(0, "free_scalar"),
+                Turn(1, "leave_slots"),
+                Turn(0),
+                Turn(1),
+            ),
+            *samples(8),
+        ),
+    ),
     # A search and a line want the page that is free.
     Scenario(
         "search_or_line",
         pages=1,
         magazines=0,
+        guesses=0,
         before=(HALF, HALF),
         script=((free(0), free(1), malloc(4, THIRD)), (malloc(5, EIGHTH),)),
         plan=(
@@ -578,10 +619,31 @@ ALL = (
                 Turn(2, "promise"),
                 Turn(1, "retire_run"),
                 Turn(0, "pass_over"),
-                Turn(1, "leave_one"),
+                Turn(1, "leave_slots"),
                 Turn(0),
                 Turn(1, "retire_run"),
                 Turn(2),
+                Turn(1),
+            ),
+            *samples(8),
+        ),
+    ),
+    # The last of these who leaves has to retire it.
+    Scenario(
+        "run_left_by_the_last",
+        pages=1,
+        magazines=0,
+        script=(
+            (malloc(0, EIGHTH),),
+            (malloc(1, EIGHTH), free(1), malloc(2, PAGE_BYTES), free(2)),
+        ),
+        plan=(
+            *directed(
+                Turn(0, "promise"),
+                Turn(1, "retire_run"),
+                Turn(0, "pass_over", 3),
+                Turn(1, "leave_slots"),
+                Turn(0),
                 Turn(1),
             ),
             *samples(8),
