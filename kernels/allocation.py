@@ -305,8 +305,7 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
         mixed = left < 0
         if lanes.is_block(nbytes):
             # (Of a block that fills more than 64 pages, more may be left than a page has slots.)
-            others = lanes.any_lane(small & (classes != cls))
-            mixed = others | (left >= layout.class_slots(cls))
+            mixed = lanes.any_lane(small & (classes != cls)) | (left >= layout.class_slots(cls))
         if mixed == 0:
             more = malloc_alike(heap, cls, small, lanes.rank_of(small), left, polls)
             addr = tl.where(small, more, addr)

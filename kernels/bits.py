@@ -26,10 +26,9 @@ def halves(x):
 @triton.jit
 def join(high, low):
     """The int64 whose :func:`halves` are ``high`` and ``low``."""
+    word = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
     if has_ptx():
         word = assembly("mov.b64 $0, {$2, $1};", "=l,r,r", (high, low), tl.int64, True)
-    else:
-        word = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
     return word
 
 
@@ -53,10 +52,9 @@ def lowest_bit(x):
 def shift_left(x, n):
     """``x << n`` of int64 ``x`` for int32 ``n`` >= 0; 0 where ``n`` >= 64, as NVIDIA's instruction
     gives and LLVM's does not."""
+    y = tl.where(n < 64, x << (n & 63).to(tl.int64), 0)
     if has_ptx():
         y = assembly("shl.b64 $0, $1, $2;", "=l,l,r", (x, n), tl.int64, True)
-    else:
-        y = tl.where(n < 64, x << (n & 63).to(tl.int64), 0)
     return y
 
 
@@ -105,11 +103,10 @@ def divide(x, d):
     most 2**18 / d * 2**-21. A fifth of the instructions of an integer division.
     """
     d = d.to(tl.float32)
+    inverse = 1.0 / d
     if has_ptx():
         # (A division would also have to be right for very small and large ``d``.)
         inverse = assembly("rcp.approx.ftz.f32 $0, $1;", "=f,f", (d,), tl.float32, True)
-    else:
-        inverse = 1.0 / d
     return ((x.to(tl.float32) + 0.5) * inverse).to(tl.int32)
 
 

@@ -139,6 +139,4 @@ def last_start(upto, starts):
 @triton.jit
 def from_leader(values, leader):
     """In every lane, the value of the lane that leads its group."""
-    if has_groups():
-        values = tl.gather(values, leader, 0)
-    return values
+    return tl.gather(values, leader, 0) if has_groups() else values

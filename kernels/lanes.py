@@ -34,21 +34,13 @@ def width(x):
 @triton.jit
 def lane_index(model):
     """The lanes' numbers (int32), in the shape of ``model``."""
-    if is_block(model):
-        index = tl.arange(0, model.shape[0])
-    else:
-        index = tl.full((), 0, tl.int32)
-    return index
+    return tl.arange(0, model.shape[0]) if is_block(model) else tl.full((), 0, tl.int32)
 
 
 @triton.jit
 def count_lanes(flags):
     """How many flags are true (int32)."""
-    if is_block(flags):
-        count = tl.sum(flags.to(tl.int32), axis=0)
-    else:
-        count = flags.to(tl.int32)
-    return count
+    return tl.sum(flags.to(tl.int32), axis=0) if is_block(flags) else flags.to(tl.int32)
 
 
 @triton.jit
@@ -59,12 +51,8 @@ def any_lane(flags):
 @triton.jit
 def first_lane(flags):
     """Lane of the first true flag; the width of the block if there is none."""
-    if is_block(flags):
-        lane = tl.arange(0, flags.shape[0])
-        first = tl.min(tl.where(flags, lane, flags.shape[0]), axis=0)
-    else:
-        first = (flags == 0).to(tl.int32)
-    return first
+    first = tl.where(flags, lane_index(flags), width(flags))
+    return tl.min(first, axis=0) if is_block(flags) else first
 
 
 @triton.jit
@@ -73,20 +61,16 @@ def unite(values):
     if is_block(values):
         if values.dtype == tl.int64:
             high, low = halves(values)
-            value = join(tl.sum(high, axis=0), tl.sum(low, axis=0))
+            values = join(tl.sum(high, axis=0), tl.sum(low, axis=0))
         else:
-            value = tl.sum(values, axis=0)
-    else:
-        value = values
-    return value
+            values = tl.sum(values, axis=0)
+    return values
 
 
 @triton.jit
 def pick(values, lane):
     """The value in ``lane`` of a block, as a scalar; 0 if the block has no such lane."""
-    if is_block(values):
-        values = unite(tl.where(tl.arange(0, values.shape[0]) == lane, values, 0))
-    return values
+    return unite(tl.where(lane_index(values) == lane, values, 0)) if is_block(values) else values
 
 
 @triton.jit

@@ -131,11 +131,8 @@ def load_immutable(heap, word: tl.constexpr):
     would be repeated after every acquire and every barrier, each time from beyond the first-level
     cache, which an acquire empties.
     """
-    if has_ptx():
-        value = assembly(immutable_load(word), "=l,l", (heap,), tl.int64, True)
-    else:
-        value = tl.load(heap + word)
-    return value
+    load: tl.constexpr = immutable_load(word)
+    return assembly(load, "=l,l", (heap,), tl.int64, True) if has_ptx() else tl.load(heap + word)
 
 
 @triton.jit

@@ -146,17 +146,6 @@ def leave_slots(heap, page, leaves):
 
 
 @triton.jit
-def has_half(word, cls):
-    """Whether the page with this word is of class ``cls`` and has room for half of its slots, and
-    none of its slots was in a magazine."""
-    return (
-        layout.is_slab_of(word, cls)
-        & (layout.page_out(word) <= layout.page_half(word))
-        & ((word & SPANNED) == 0)
-    )
-
-
-@triton.jit
 def promise(heap, page, cls, counts, slots, asks):
     """Ask pages for slots, ``counts`` each. Returns how many of them the caller was promised."""
     ptr = layout.page_word_ptr(heap, tl.where(asks, page, 0))
@@ -218,7 +207,10 @@ def find_halves(heap, cls, row, chunk, seen):
         page = tl.where(looks, at * 64 + bit, 0)
         old = tl.atomic_and(row + at, layout.bit_of(bit) ^ -1, mask=looks, sem="relaxed")
         word = atomic_load(layout.page_word_ptr(heap, page), looks)
-        good = looks & ((old & layout.bit_of(bit)) != 0) & has_half(word, cls)
+        good = looks & ((old & layout.bit_of(bit)) != 0)
+        # (With room for half of its slots, of which none was in a magazine.)
+        half = layout.is_slab_of(word, cls) & (layout.page_out(word) <= layout.page_half(word))
+        good = good & (half & ((word & SPANNED) == 0))
         second = tl.where(good & (first >= 0), page, second)
         first = tl.where(good & (first < 0), page, first)
         some = tl.where(looks, old & (layout.bit_of(bit) ^ -1), some)

@@ -48,12 +48,9 @@ def release(heap, span, there):
 def swap(ptr, span, there):
     """Put spans into magazines, for the lanes in ``there`` (a scalar: always), and return what was
     in these; 0 in other lanes."""
-    if is_block(ptr):
-        old = tl.where(there, tl.atomic_xchg(ptr, span, mask=there, sem="relaxed"), 0)
-    else:
-        ptr, one = alone(ptr, 1)
-        old = pick(tl.atomic_xchg(ptr, span, mask=one, sem="relaxed"), 0)
-    return old
+    at, mask = (ptr, there) if is_block(ptr) else alone(ptr, 1)
+    old = tl.atomic_xchg(at, span, mask=mask, sem="relaxed")
+    return tl.where(there, old, 0) if is_block(ptr) else pick(old, 0)
 
 
 @triton.jit

@@ -9,11 +9,7 @@ from .lanes import is_block
 @triton.jit
 def as_column(x):
     """A scalar or block as a block of shape (lanes, 1)."""
-    if is_block(x):
-        column = x[:, None]
-    else:
-        column = x + tl.zeros((1, 1), x.dtype)
-    return column
+    return x[:, None] if is_block(x) else x + tl.zeros((1, 1), x.dtype)
 
 
 @triton.jit

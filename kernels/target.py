@@ -44,9 +44,7 @@ def anew(x):
     Otherwise what is the same in each turn of a loop, a caller's too, is computed before the loop
     and kept in registers all through, and these decide how many programs run at one time.
     """
-    if has_ptx():
-        x = assembly("mov.b32 $0, $1;", "=r,r", (x,), tl.int32)
-    return x
+    return assembly("mov.b32 $0, $1;", "=r,r", (x,), tl.int32) if has_ptx() else x
 
 
 @triton.constexpr_function
