@@ -40,6 +40,7 @@ CUDA_ROUNDS = 3
 
 LATENCY_HEAPS = 8
 LATENCY_HEAP_BYTES = 256 * plan.MIB
+"""So large that the heaps lie apart from each other."""
 
 
 def run_empty(bench: Bench, row: Row) -> list[Samples]:

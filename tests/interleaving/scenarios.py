@@ -15,6 +15,7 @@ from tests.interleaving.directed import Turn, directed
 from tests.interleaving.lab import SLOTS, Plan, Scenario
 from tests.interleaving.scripts import (
     Op,
+    Script,
     free,
     free_at,
     free_lanes,
@@ -32,6 +33,13 @@ CHURN = 40  # pairs of malloc and free
 
 
 ONCE: Plan = ((Random(), 1),)  # of one program
+
+# The first fills a page and frees all of it, the second asks that page, the third wants it whole.
+EMPTIED: Script = (
+    (malloc_lanes(5, EIGHTH), free(0), free_lanes(1), free(5), free(6), free(7)),
+    (malloc(9, EIGHTH), free(9)),
+    (malloc(10, PAGE_BYTES), free(10)),
+)
 
 
 def samples(schedules: int) -> Plan:
@@ -501,11 +509,7 @@ ALL = (
         magazines=0,
         guesses=0,
         before=(EIGHTH,) * 5,
-        script=(
-            (malloc_lanes(5, EIGHTH), free(0), free_lanes(1), free(5), free(6), free(7)),
-            (malloc(9, EIGHTH), free(9)),
-            (malloc(10, PAGE_BYTES), free(10)),
-        ),
+        script=EMPTIED,
         plan=(
             *directed(Turn(0, "run_script", 4), Turn(1, "promise"), Turn(0), Turn(2), Turn(1)),
             *samples(16),
@@ -517,11 +521,7 @@ ALL = (
         pages=1,
         magazines=0,
         before=(EIGHTH,) * 5,
-        script=(
-            (malloc_lanes(5, EIGHTH), free(0), free_lanes(1), free(5), free(6), free(7)),
-            (malloc(9, EIGHTH), free(9)),
-            (malloc(10, PAGE_BYTES), free(10)),
-        ),
+        script=EMPTIED,
         plan=(
             *directed(Turn(0, "run_script", 2), Turn(1, "guess_slots"), Turn(0), Turn(2), Turn(1)),
             *samples(16),
