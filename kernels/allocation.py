@@ -49,11 +49,9 @@ def claim_span(heap, span, size, index, good, shared: tl.constexpr):
     wrong = tl.where(speaks, old & bits, 0)
     if lanes.any_lane(wrong != 0):
         # A program with a promise of other slots was there first: each lane still finds a slot.
-        lost = good
+        lost = wrong != 0 if lanes.is_block(good) else good
         if shared:
             lost = good & heard(page, granule, wrong)
-        elif lanes.is_block(good):
-            lost = wrong != 0
         granule = claim_others(records, page, granule, size + granule * 0, lost)
     return tl.where(good, layout.address_of(heap, page, granule), 0)
 

@@ -25,7 +25,7 @@ from .bits import divide, lsr, mix, next_bit
 from .lanes import any_lane, first_lane, is_block, lane_index, pick, rank_of
 from .lanes import width as width_of
 from .layout import ERRORS, KEPT, OPENED, OUT_MASK, PLACE_MASK, REACHED, RUN, SLAB, SPANNED
-from .pages import find_chunk, find_pages, give_pages, give_run, spread, try_pages
+from .pages import find_pages, give_pages, give_run, move_hint, spread, try_pages
 
 LOOKS = tl.constexpr(8)  # how many pages of the row of its class an opener tries
 BESIDE = tl.constexpr(8)  # in how many words, which it loads at one time
@@ -202,8 +202,7 @@ def find_halves(heap, cls, row, chunk, seen):
             some = tl.where(empty, atomic_load(row + at, empty), some)
             seen = tl.where(empty, seen & (-1 - (step * 0 + 1 << step)), seen)
         looks = wants & (some != 0)
-        there = tl.where(looks, some, 1)
-        bit = next_bit(there, salt & 63)
+        bit = next_bit(tl.where(looks, some, 1), salt & 63)
         page = tl.where(looks, at * 64 + bit, 0)
         old = tl.atomic_and(row + at, layout.bit_of(bit) ^ -1, mask=looks, sem="relaxed")
         word = atomic_load(layout.page_word_ptr(heap, page), looks)
@@ -264,7 +263,7 @@ def open_places(heap, cls, slots, place, opens, front, area):
     tl.atomic_max(ptr + REACHED, (page & 0).to(tl.int64) + 1, mask=fresh, sem="relaxed")
     if any_lane(both & (got == 0)):
         # (So that the hint says when no page is free.)
-        find_chunk(heap, front * 0 + 1, front * 0)
+        move_hint(heap)
 
 
 @triton.jit

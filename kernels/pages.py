@@ -85,6 +85,13 @@ def find_chunk(heap, width, salt):
     return pick(near, step), pick(words, step), (start == front) & (first == chunks)
 
 
+@triton.jit(noinline=True)
+def move_hint(heap):
+    """Move the hint on as :func:`find_chunk` does. Returns the chunk where it looked."""
+    chunk, _word, _none = find_chunk(heap, 1, tl.full((), 0, tl.int32))
+    return chunk
+
+
 @triton.jit
 def find_pages(heap, want, page, old, need, width):
     """``need`` adjacent pages of one chunk (int32 scalar, 1 to 64) for each lane (or scalar) in
@@ -116,6 +123,13 @@ def find_pages(heap, want, page, old, need, width):
     return first, need
 
 
+@triton.jit(noinline=True)
+def find_adjacent(heap, page, old, need):
+    """:func:`find_pages` for scalars."""
+    width, _start = window(heap, need * PAGE_BYTES)
+    return find_pages(heap, page >= 0, page, old, need, width)
+
+
 @triton.jit
 def take_adjacent(heap, need, most):
     """Take adjacent pages of one chunk: ``need`` (int32 scalar, 1 to 64), or fewer if there are not
@@ -132,12 +146,10 @@ def take_adjacent(heap, need, most):
     guesses = (lane == 0) | ((lane == 1) & (at < there))
     page = (tl.where(at < there, at, at % there) << 6) + ((index << step_log2) & 63)
     won, old = try_pages(heap, page, need, guesses, one=True)
-    if any_lane(won) == 0:
-        # (Lane 1, since what is free is rather there.)
-        won = lane == 1
-        width, _start = window(heap, need * PAGE_BYTES)
-        page, need = find_pages(heap, won, page, old, need, width)
     first = tl.max(tl.where(won, page, -1), axis=0)
+    if first < 0:
+        # (Of lane 1, since what is free is rather there.)
+        first, need = find_adjacent(heap, pick(page, 1), pick(old, 1), need)
     return tl.maximum(first, 0), tl.where(first >= 0, need, 0)
 
 

@@ -216,8 +216,7 @@ def find_run(heap, n):
     # Programs that want runs at one time look one behind the other: all free, and no two meet.
     guess = (layout.program_index() & 0x7FFFFFFF).to(tl.int64) * n
     if (layout.program_count() > 1) & (guess + n <= layout.load_pages(heap)):
-        if take_run(heap, guess.to(tl.int32), n) != 0:
-            found = guess.to(tl.int32)
+        found = tl.where(take_run(heap, guess.to(tl.int32), n) != 0, guess.to(tl.int32), found)
     while (found < 0) & (passes < PASSES):
         seen = before & 0
         lost = n * 0
@@ -237,8 +236,7 @@ def find_run(heap, n):
             fits = tl.where(across, earlier, fits)
             page = tl.min(fits, axis=0)
             if page < FAR:
-                if take_run(heap, page, n) != 0:
-                    found = page
+                found = tl.where(take_run(heap, page, n) != 0, page, found)
             # (Otherwise another program was first: on from the next page.)
             again = (found < 0) & (page < FAR)
             lost = lost | again.to(tl.int32)
