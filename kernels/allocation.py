@@ -9,19 +9,9 @@ from .bits import divide, halves, join, lsr, mix
 from .error_record import record_error
 from .groups import GROUP, alike, from_leader, has_groups, last_start
 from .growing import ask_for_pages, load_answers
-from .layout import (
-    E_INVALID_ARGUMENT,
-    E_OUT_OF_MEMORY,
-    MAX_SLOT,
-    NUM_CLASSES,
-    PAGE_BYTES,
-    PAGE_LOG2,
-    PAGE_MASK,
-    REACHED,
-    SPAN_FIRST,
-)
+from .layout import E_INVALID_ARGUMENT, E_OUT_OF_MEMORY, MAX_SLOT, NUM_CLASSES, PAGE_BYTES, REACHED
 from .lines import await_places, open_places, pass_over, promise, stop_keeping, ticket_place
-from .live import claim_others, heard, live_bit, speak_for
+from .live import claim_other, claim_others, heard, live_bit, speak_for
 from .magazines import take_spans
 from .pages import one_of, take_adjacent, window
 from .search import guess_slots, malloc_run, search_slots
@@ -31,29 +21,40 @@ LATE = tl.constexpr(-2)  # in place of a page: the place was not open in time
 
 
 @triton.jit
-def claim_span(heap, span, size, index, good, shared: tl.constexpr):
+def claim_spans(heap, span, size, index, good, shared: tl.constexpr):
     """Claim slots of spans for the ``good`` lanes: each has the ``index``-th of the span in its
-    lane (a scalar: one). ``shared``: no two lanes have one slot, so one lane can claim all of a
-    word. Addresses; 0 in other lanes."""
+    lane. ``shared``: no two lanes have one slot, so one lane can claim all of a word. Addresses; 0
+    in other lanes."""
     records = layout.load_records(heap)
-    page = tl.where(good, span & PAGE_MASK, 0).to(tl.int32)
-    granule = ((span >> SPAN_FIRST) & 0xFFF).to(tl.int32) + index * (size >> 4)
+    page, first = layout.span_start(tl.where(good, span, 0))
+    granule = first + index * (size >> 4)
     ptr, bits = live_bit(records, page, granule)
     speaks = good
     if shared:
         turn, bits = speak_for(granule, size >> 4, index, layout.span_count(span) - 1 - index)
         speaks = good & (turn == 0)
-    elif lanes.is_block(good) == 0:
-        ptr, speaks = alone(ptr, good.to(tl.int32))
     old = tl.atomic_or(ptr, bits, mask=speaks, sem="relaxed")
     wrong = tl.where(speaks, old & bits, 0)
     if lanes.any_lane(wrong != 0):
         # A program with a promise of other slots was there first: each lane still finds a slot.
-        lost = wrong != 0 if lanes.is_block(good) else good
+        lost = wrong != 0
         if shared:
             lost = good & heard(page, granule, wrong)
         granule = claim_others(records, page, granule, size + granule * 0, lost)
     return tl.where(good, layout.address_of(heap, page, granule), 0)
+
+
+@triton.jit
+def claim_span(heap, span, size):
+    """:func:`claim_spans` for the one slot of a span (int64 scalar). Returns its address."""
+    records = layout.load_records(heap)
+    page, granule = layout.span_start(span)
+    ptr, bit = live_bit(records, page, granule)
+    ptr, one = alone(ptr, 1)
+    old = tl.atomic_or(ptr, bit, mask=one, sem="relaxed")
+    if lanes.any_lane(one & ((old & bit) != 0)):
+        granule = claim_other(records, page, granule, size)
+    return layout.address_of(heap, page, granule)
 
 
 @triton.jit
@@ -126,7 +127,7 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr, whole: tl.constexpr):
             again = again & (found == 0) & (page != -1)
         good = active & (span != 0)
         # (Several places may lead to one page, so two lanes may have one slot.)
-        claimed = claim_span(heap, span, size, index, good, shared=False)
+        claimed = claim_spans(heap, span, size, index, good, shared=False)
         addr = tl.where(good, claimed, addr)
         active = again
         rounds += 1
@@ -174,7 +175,7 @@ def malloc_alike(heap, cls, same, rank, need, polls: tl.constexpr):
             index = rank - done
             good = same & (index >= 0) & (index < layout.span_count(span))
             spans = span + (rank * 0).to(tl.int64)
-            claimed = claim_span(heap, spans, size, index, good, shared=lanes.is_block(good))
+            claimed = claim_spans(heap, spans, size, index, good, shared=True)
             addr = tl.where(good, claimed, addr)
             # (Where there was no page, a search is next.)
             rounds = tl.where(page == -1, ROUNDS, rounds)
@@ -202,7 +203,7 @@ def malloc_last(heap, nbytes, count):
     again = count > 0
     while again:
         if nbytes > MAX_SLOT:
-            addr = malloc_run(heap, ((nbytes - 1) >> PAGE_LOG2) + 1)
+            addr = malloc_run(heap, nbytes)
         elif nbytes > 0:
             cls = layout.size_class(nbytes.to(tl.int32))
             addr = guess_slot(heap, cls)
@@ -210,8 +211,9 @@ def malloc_last(heap, nbytes, count):
                 page = search_slots(heap, cls)
                 if page >= 0:
                     size = layout.class_bytes(cls)
-                    slot = one_of(layout.slots_of(size), mix(layout.program_index()))
-                    addr = claim_span(heap, page.to(tl.int64), size, slot, page >= 0, shared=False)
+                    first = one_of(layout.slots_of(size), mix(layout.program_index())) * (size >> 4)
+                    granule = claim_others(layout.load_records(heap), page, first, size, page >= 0)
+                    addr = layout.address_of(heap, page, granule)
         again = (addr == 0) & (answers != 0)
         if again:
             answers = ask_for_pages(heap, nbytes, answers)
@@ -231,9 +233,9 @@ def malloc_whole(heap, cls, same, rank, count):
     records = layout.load_records(heap)
     size = layout.class_bytes(cls)
     slots = layout.slots_of(size)
-    more = slots <= count
+    have = count * 0 + 1
     most = tl.minimum(divide(slots * 0 + lanes.width(rank), slots), 64)
-    while more:
+    while (have > 0) & (slots <= count):
         first, have = take_adjacent(heap, tl.minimum(divide(count, slots), 64), most)
         here = lane < have
         ptr = layout.page_word_ptr(heap, tl.where(here, first + lane, first))
@@ -254,16 +256,15 @@ def malloc_whole(heap, cls, same, rank, count):
         addr = tl.where(got, layout.address_of(heap, page, granule + seen), addr)
         rank -= have * slots
         count -= have * slots
-        more = (have > 0) & (slots <= count)
     return addr
 
 
 @triton.jit
-def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
-    """Addresses of blocks for int64 sizes, a scalar or a block; 0 in other lanes."""
+def malloc_block(heap, nbytes, active, polls: tl.constexpr):
+    """Addresses of blocks for a block of int64 sizes; 0 in other lanes."""
     small = active & (nbytes > 0) & (nbytes <= MAX_SLOT)
     classes = layout.size_class(tl.where(small, nbytes, 1).to(tl.int32))
-    cls = tl.max(classes, axis=0) if lanes.is_block(classes) else classes
+    cls = tl.max(classes, axis=0)
     same = small & (classes == cls)
     rank = lanes.rank_of(same)
     count = lanes.count_lanes(same)
@@ -282,12 +283,9 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
             span = take_spans(heap, cls, count, count > 0)
         if span != 0:
             spans = span + (rank * 0).to(tl.int64)
-            # (A scalar is active, if there is a span.)
-            good = same if lanes.is_block(same) else span != 0
-            addr = claim_span(heap, spans, size, rank, good, shared=lanes.is_block(same))
-        elif lanes.is_block(nbytes):
-            if full == 0:
-                addr = malloc_whole(heap, cls, same, rank, count)
+            addr = claim_spans(heap, spans, size, rank, same, shared=True)
+        elif full == 0:
+            addr = malloc_whole(heap, cls, same, rank, count)
         rest = rest & (addr == 0)
     if lanes.any_lane(rest):
         small = rest & small
@@ -300,10 +298,8 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
                     # (So that what opens places looks at all chunks again.)
                     tl.atomic_min(layout.hint_ptr(heap), tl.full((), 0, tl.int64), sem="relaxed")
         left = lanes.count_lanes(small)
-        mixed = left < 0
-        if lanes.is_block(nbytes):
-            # (Of a block that fills more than 64 pages, more may be left than a page has slots.)
-            mixed = lanes.any_lane(small & (classes != cls)) | (left >= layout.class_slots(cls))
+        # (Of a block that fills more than 64 pages, more may be left than a page has slots.)
+        mixed = lanes.any_lane(small & (classes != cls)) | (left >= layout.class_slots(cls))
         if mixed == 0:
             more = malloc_alike(heap, cls, small, lanes.rank_of(small), left, polls)
             addr = tl.where(small, more, addr)
@@ -318,13 +314,13 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
                 mine = small & (lane >= at) & (lane < at + GROUP)
                 addr = tl.where(mine, tl.gather(part, tl.where(mine, lane - at, 0), 0), addr)
                 at = lanes.first_lane(small & (lane >= at + GROUP)) & -GROUP
-        elif lanes.is_block(nbytes):
+        else:
             more = malloc_mixed(heap, classes, small, polls, whole=has_groups())
             addr = tl.where(small, more, addr)
         rest = rest & (addr == 0)
         at = lanes.first_lane(rest)
         small = rest & small
-        while at < lanes.width(rest):
+        while at < nbytes.shape[0]:
             # What one lane does not find, others of its class do not find either.
             nth = tl.where(small, classes, NUM_CLASSES + lanes.lane_index(nbytes))
             same = rest & (nth == lanes.pick(nth, at))
@@ -332,6 +328,38 @@ def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
             addr = tl.where(lanes.lane_index(rest) == at, found, addr)
             rest = rest & tl.where(found == 0, same == 0, lanes.lane_index(rest) != at)
             at = lanes.first_lane(rest)
+    return addr
+
+
+@triton.jit
+def malloc_scalar(heap, nbytes, active, polls: tl.constexpr):
+    """The address of a block of ``nbytes`` (int64 scalar), or 0."""
+    small = active & (nbytes > 0) & (nbytes <= MAX_SLOT)
+    cls = layout.size_class(tl.where(small, nbytes, 1).to(tl.int32))
+    size = layout.class_bytes(cls)
+    span = nbytes * 0
+    addr = nbytes * 0
+    if small:
+        # (More than half of a page is never in a magazine.)
+        if size * 2 <= PAGE_BYTES:
+            span = take_spans(heap, cls, cls * 0 + 1, small)
+        rounds = cls * 0
+        while (span == 0) & (rounds < ROUNDS):
+            _word, span, _tickets, page = next_span(heap, cls, span, cls * 0, cls * 0 + 1, polls)
+            # (Where there was no page, a search is next.)
+            rounds = tl.where(page == -1, ROUNDS, rounds + 1)
+    if span != 0:
+        addr = claim_span(heap, span, size)
+    elif active & (nbytes != 0):
+        addr = malloc_last(heap, nbytes, cls * 0 + 1)
+    return addr
+
+
+@triton.jit
+def malloc_any(heap, nbytes, active, polls: tl.constexpr = 4000):
+    """Addresses of blocks for int64 sizes, a scalar or a block; 0 in other lanes."""
+    find: tl.constexpr = malloc_block if lanes.is_block(nbytes) else malloc_scalar
+    addr = find(heap, nbytes, active, polls)
     # What the last owners did happens before anything that the caller does.
     fence(layout.hint_ptr(heap), "acquire")
     return addr

@@ -77,7 +77,6 @@ def pick(values, lane):
 def rank_of(flags):
     """How many lanes before this one are flagged too (int32); meaningless where not flagged."""
     rank = lane_index(flags)
-    if is_block(flags):
-        if count_lanes(flags) < flags.shape[0]:
-            rank = tl.cumsum(flags.to(tl.int32), axis=0) - 1
+    if count_lanes(flags) < flags.shape[0]:
+        rank = tl.cumsum(flags.to(tl.int32), axis=0) - 1
     return rank

@@ -337,6 +337,12 @@ def span_of(page, granule, count, cls):
 
 
 @triton.jit
+def span_start(span):
+    """``(page, granule)`` where a span begins."""
+    return (span & PAGE_MASK).to(tl.int32), ((span >> SPAN_FIRST) & 0xFFF).to(tl.int32)
+
+
+@triton.jit
 def span_count(span):
     return ((span >> SPAN_COUNT) & 0x3FFF).to(tl.int32)
 

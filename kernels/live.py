@@ -102,3 +102,10 @@ def claim_others(records, page, granule, size, wants):
         if any_lane(wants):
             granule = tl.where(wants, another(old | bit, granule, size), granule)
     return granule
+
+
+@triton.jit(noinline=True)
+def claim_other(records, page, granule, size):
+    """:func:`claim_others` for one slot (int32 scalars), rarely: what is inlined in a caller's loop
+    takes registers all through it."""
+    return claim_others(records, page, granule, size, size > 0)

@@ -87,7 +87,8 @@ def find_chunk(heap, width, salt):
 
 @triton.jit(noinline=True)
 def move_hint(heap):
-    """Move the hint on as :func:`find_chunk` does. Returns the chunk where it looked."""
+    """Move the hint on as :func:`find_chunk` does, rarely: a function of its own, so that kernels
+    do not take longer to compile. Returns the chunk where it looked."""
     chunk, _word, _none = find_chunk(heap, 1, tl.full((), 0, tl.int32))
     return chunk
 
@@ -125,7 +126,7 @@ def find_pages(heap, want, page, old, need, width):
 
 @triton.jit(noinline=True)
 def find_adjacent(heap, page, old, need):
-    """:func:`find_pages` for scalars."""
+    """:func:`find_pages` for scalars, rarely: a function of its own, as :func:`move_hint`."""
     width, _start = window(heap, need * PAGE_BYTES)
     return find_pages(heap, page >= 0, page, old, need, width)
 

@@ -13,7 +13,7 @@ from . import layout
 from .atomics import atomic_load, load_one
 from .bits import floor_log2, lowest_bit, lsr, mix, run_starts
 from .lanes import any_lane, count_lanes, lane_index, pick, rank_of
-from .layout import MAGAZINES, PAGE_WORD, REACHED, SLAB
+from .layout import MAGAZINES, PAGE_LOG2, PAGE_WORD, REACHED, SLAB
 from .lines import leave_slots, promise, retire, touch_words
 from .live import another, claim_others, live_bit
 from .magazines import release_spans
@@ -249,9 +249,10 @@ def find_run(heap, n):
 
 
 @triton.jit(noinline=True)
-def malloc_run(heap, length):
-    """Allocate ``length`` pages (int64 scalar): the address, or 0."""
-    addr = length * 0
+def malloc_run(heap, nbytes):
+    """Allocate whole pages for ``nbytes`` (int64 scalar): the address, or 0."""
+    addr = nbytes * 0
+    length = ((nbytes - 1) >> PAGE_LOG2) + 1
     if length <= layout.load_pages(heap):
         page = find_run(heap, length.to(tl.int32))
         if page >= 0:

@@ -171,6 +171,14 @@ ALL = (
         scenario="slots_named_twice",
     ),
     Mutant(
+        name="scalar_claimed_without_looking",
+        file="allocation.py",
+        old="    if lanes.any_lane(one & ((old & bit) != 0)):\n",
+        new="    if lanes.any_lane(one & (old != old)):\n",
+        breaks="the same in a scalar's claim",
+        scenario="slots_named_twice",
+    ),
+    Mutant(
         name="freed_without_looking",
         file="freeing.py",
         old="if inside & any_lane((lane == 0) & ((old & bit) != 0)):",
