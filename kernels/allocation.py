@@ -212,6 +212,7 @@ def malloc_last(heap, nbytes, count):
                 if page >= 0:
                     size = layout.class_bytes(cls)
                     first = one_of(layout.slots_of(size), mix(layout.program_index())) * (size >> 4)
+                    # (Not `claim_other`: blocks of 32 lanes would get fewer registers, and spill.)
                     granule = claim_others(layout.load_records(heap), page, first, size, page >= 0)
                     addr = layout.address_of(heap, page, granule)
         again = (addr == 0) & (answers != 0)
@@ -333,7 +334,7 @@ def malloc_block(heap, nbytes, active, polls: tl.constexpr):
 
 @triton.jit
 def malloc_scalar(heap, nbytes, active, polls: tl.constexpr):
-    """The address of a block of ``nbytes`` (int64 scalar), or 0."""
+    """The address of a block of ``nbytes`` (int64 scalar), or 0; 0 if not ``active``."""
     small = active & (nbytes > 0) & (nbytes <= MAX_SLOT)
     cls = layout.size_class(tl.where(small, nbytes, 1).to(tl.int32))
     size = layout.class_bytes(cls)

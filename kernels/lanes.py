@@ -1,7 +1,8 @@
 """Small things about the lanes of a block, which also work on scalars.
 
-Everything above is written once for a scalar request of the whole program and for a block with a
-request per lane. A scalar is a block of one lane that needs no reductions.
+Most of what is above is written once, for a scalar request of the whole program and for a block
+with a request per lane (malloc and free begin apart). A scalar is a block of one lane that needs
+no reductions.
 
 Words are united, and the word of a lane is picked, in two halves: NVIDIA has an instruction that
 reduces 32 bits over a warp; 64 take five exchanges, each waiting for the last.

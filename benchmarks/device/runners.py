@@ -207,6 +207,7 @@ def run_latency(bench: Bench, row: Row) -> list[Samples]:
                 bench.sample(one, launch)
                 times.append(one.values)
                 samples.failures += int(nulls)
+            # (Samples for which the host was too slow are missing.)
             samples.values = [sum(turn) / len(turn) for turn in zip(*times, strict=False)]
             with_heap([samples], heap)
     return [samples]
