@@ -4,11 +4,14 @@ Triton reads ``TRITON_INTERPRET`` when a kernel is decorated, that is when a tes
 one, so the choice is made here, before any test module is loaded.
 """
 
+import fcntl
 import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -78,6 +81,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+@contextmanager
+def locked(name: str, how: int) -> Iterator[None]:
+    """Hold a lock that this user's test processes share, as ``fcntl`` says how."""
+    path = Path(tempfile.gettempdir(), f"devalloc-tests-{os.getuid()}-{name}")
+    with path.open("w") as file:
+        fcntl.flock(file, how)
+        yield
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """On a GPU, keep other tests away from those that are ``alone``. (Who waits to be alone holds
+    the gate: other processes could go on in turn without end.)"""
+    if not ON_GPU:
+        return (yield)
+    how = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
+    with ExitStack() as held:
+        with locked("gate", fcntl.LOCK_EX):
+            held.enter_context(locked("device", how))
+        return (yield)
 
 
 def pytest_collection_finish() -> None:

@@ -559,6 +559,7 @@ def test_interrupted_calls_leave_sound_segments(act: Callable[[World], object]) 
 
 @pytest.mark.proves("torch/expandable-segments")
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["torch", "frugal"])
 def test_on_the_gpu_tensors_are_replaced_by_larger_ones(name: str) -> None:
     arena = Arena("cuda:0", source="virtual", policy=make_policy(name, expandable_segments=True))

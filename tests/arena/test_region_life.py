@@ -533,6 +533,7 @@ def test_on_the_gpu_a_graph_gives_the_same_bits_after_a_sleep() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_the_gpu_the_margin_is_the_devices() -> None:
     arena = Arena("cuda:0", source="virtual")
     with arena.region("a"):

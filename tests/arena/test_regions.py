@@ -491,6 +491,7 @@ def test_random_rounds_with_failures(source: VirtualSource, pages: Failing) -> N
 
 @pytest.mark.proves("saver/regions-tags")
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_the_gpu_random_rounds_with_failures_lose_nothing() -> None:
     device = torch.device("cuda", 0)
     pages = FailingOnCuda(device)
@@ -506,6 +507,7 @@ def test_on_the_gpu_random_rounds_with_failures_lose_nothing() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_the_gpu_weights_sleep_and_wake() -> None:
     arena = Arena("cuda:0", source="virtual")
     arena.empty_cache()

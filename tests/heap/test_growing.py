@@ -279,6 +279,7 @@ def test_a_graph_that_is_replayed_sees_the_heap_grow() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_device_has_its_memory_back() -> None:
     # (Other tests may have left idle handles, which would be mapped first.)
     VirtualSource(torch.device("cuda", 0)).trim()

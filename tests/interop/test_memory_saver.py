@@ -239,6 +239,7 @@ def gpu_saver():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_the_gpu_pytorchs_tensors_sleep(gpu_saver: MemorySaver) -> None:
     saver = gpu_saver
     assert saver.enabled

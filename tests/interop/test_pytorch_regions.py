@@ -273,6 +273,7 @@ def gpu_arena():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_the_gpu_a_model_sleeps_and_gives_the_same(gpu_arena: Arena) -> None:
     arena = gpu_arena
     inputs = torch.rand(8, 2000, device="cuda")

@@ -927,6 +927,7 @@ def test_a_heap_by_name(device: str) -> None:
 
 @pytest.mark.proves("saver/reserve-map")
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_the_gpu_memory_comes_and_goes_at_one_address() -> None:
     source = VirtualSource(DEVICE)
     # The kernels are loaded now, which takes memory.
@@ -962,6 +963,7 @@ def test_on_the_gpu_mapping_does_not_wait_for_a_kernel() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_the_gpu_nothing_is_lost_in_a_thousand_rounds() -> None:
     source = VirtualSource(DEVICE)
     source.trim()
@@ -975,5 +977,5 @@ def test_on_the_gpu_nothing_is_lost_in_a_thousand_rounds() -> None:
         )
         source.free(address, 64 * MIB)
     source.trim()
-    # Other processes use the device too; a handle lost in each round would be 2 GB.
+    # (A handle lost in each round would be 2 GB.)
     assert abs(torch.cuda.mem_get_info()[0] - free) < 1000 * MIB
