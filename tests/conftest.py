@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def locked(name: str, how: int) -> Iterator[None]:
     """Hold a lock that this user's test processes share, as ``fcntl`` says how."""
     path = Path(tempfile.gettempdir(), f"devalloc-tests-{os.getuid()}-{name}")
-    with path.open("w") as file:
+    with path.open("a") as file:
         fcntl.flock(file, how)
         yield
 
