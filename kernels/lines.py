@@ -7,8 +7,8 @@ are there. So programs that want many pages at one time open them all at one tim
 
 A program adds to the word of a page the number of slots that it wants. What comes back says
 whether the page is of its class and has room: then so many of its clear live bits are *promised*.
-If not, the program takes back what it added, and draws another ticket. So nothing is wrong if a
-place is old, or leads two lines to one page: it costs time.
+If not, the program takes back what it added, asks the other page of the place, and draws another
+ticket. So nothing is wrong if a place is old, or leads two lines to one page: it costs time.
 
 Order: the word of a page carries it. A free fences before it clears live bits and subtracts; all
 that ever changes a page word is a read-modify-write; and a malloc fences behind its addition. So
