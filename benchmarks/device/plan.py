@@ -22,7 +22,7 @@ FEW = 16_384
 
 LANE_PATTERNS = frozenset(
     {"empty", "store", "thread", "mixed", "churn", "write", "write_base", "oom", "frag"}
-    | {"fill", "heap", "streams", "tail", "shape", "alike"}
+    | {"fill", "heap", "streams", "tail", "shape", "renewed", "alike"}
 )
 SCALAR_WARPS = {
     "cta": 4,
@@ -35,7 +35,7 @@ SCALAR_WARPS = {
 }
 WARP_WIDTH = (256, 8)
 """Of ``warp``: one lane in 32 asks."""
-SPACE = frozenset({"shape", "alike", "live", "runs", "failing"})
+SPACE = frozenset({"shape", "renewed", "alike", "live", "runs", "failing"})
 OWN_HEAP = frozenset({"create", "oom", "frag", "fill", "heap", "latency", "tail"}) | SPACE
 """Patterns that make a heap for each row; the others share one."""
 
@@ -61,7 +61,7 @@ def usual_width(pattern: str, n: int) -> tuple[int, int]:
         return 1, SCALAR_WARPS[pattern]
     if pattern == "warp":
         return WARP_WIDTH
-    return NARROW if n <= FEW or pattern in ("mixed", "frag", "shape", "alike") else WIDE
+    return NARROW if n <= FEW or pattern in ("mixed", "frag", "shape", "renewed", "alike") else WIDE
 
 
 def is_usual(row: Mapping[str, str]) -> bool:
@@ -311,6 +311,9 @@ def space_rows(width: tuple[int, int] | None = None) -> list[Row]:
         ("shape", 4096, 100_000, GIB),  # D
         ("shape", 256, 100_000, 8 * GIB),  # E
         ("alike", 64, 100_000, 8 * GIB),  # F
+        ("renewed", 4096, 100_000, 8 * GIB),
+        ("renewed", 4096, 1_000_000, 8 * GIB),
+        ("renewed", 256, 100_000, 8 * GIB),
     )
     heaps = (16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 8 * GIB)
     pages = (2, 5, 22, 33, 40, 65, 129, 200)
@@ -394,7 +397,7 @@ def shrink(row: Row) -> Row:
         if row.pattern == "failing":
             # (A search that finds nothing takes the interpreter long, least so for whole pages.)
             return replace(row, n=min(row.n, 2), size=64 * KIB, param=128 * KIB)
-        if row.pattern in ("shape", "alike"):
+        if row.pattern in ("shape", "renewed", "alike"):
             return replace(row, n=min(row.n, 40), lanes=min(row.lanes, 16), param=heap)
         return replace(row, n=min(row.n, 4), size=min(row.size, 5 * 64 * KIB), param=heap)
     if row.pattern == "warp":
@@ -411,7 +414,7 @@ def shrink(row: Row) -> Row:
 # Which pattern launches the kernels that another needs.
 SAME_KERNELS = {"fill": "thread", "tail": "thread", "heap": "thread", "streams": "thread",
                 "oom": "thread", "write": "thread", "frag": "mixed", "shape": "mixed",
-                "alike": "mixed", "live": "scalar", "runs": "scalar",
+                "renewed": "mixed", "alike": "mixed", "live": "scalar", "runs": "scalar",
                 "failing": "scalar"}  # fmt: skip
 
 

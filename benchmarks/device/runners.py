@@ -325,6 +325,7 @@ RUNNERS: dict[str, Callable[[Bench, Row], list[Samples]]] = {
     "streams": run_streams,
     "tail": run_fill,
     "shape": run_shape,
+    "renewed": run_shape,
     "alike": run_shape,
     "live": run_live,
     "runs": run_runs,

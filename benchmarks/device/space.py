@@ -71,6 +71,7 @@ def microseconds(bench: Bench, samples: Samples, marks: list[object]) -> None:
 
 def run_shape(bench: Bench, row: Row) -> list[Samples]:
     """``shape``, ``alike``: n blocks, then a random half is freed and allocated again, many times.
+    ``renewed``: each time with other sizes, so that no lane asks for what it freed.
 
     Times are those of the exchange. Span (from the lowest address to the highest end) and touched
     pages are over the bytes that live. ``largest`` is the largest block that malloc gives over the
@@ -80,7 +81,7 @@ def run_shape(bench: Bench, row: Row) -> list[Samples]:
     assert row.param is not None
     generator = bench.generator()
     sizes = torch.full((row.n,), row.size, dtype=torch.int64, device=bench.device)
-    if row.pattern == "shape":
+    if row.pattern != "alike":
         sizes = bench.random_sizes(row.size, row.n, generator)
     addrs = bench.addresses(row.n)
     alloc, free = Samples("alloc", unit="us"), Samples("free", unit="us")
@@ -93,6 +94,8 @@ def run_shape(bench: Bench, row: Row) -> list[Samples]:
         require(verify(addrs, sizes, heap.base, heap.capacity))
         for _ in range(rounds):
             chosen = (torch.rand(row.n, generator=generator) < 0.5).to(bench.device)
+            if row.pattern == "renewed":
+                sizes = torch.where(chosen, bench.random_sizes(row.size, row.n, generator), sizes)
             # (A size of 0 asks for nothing, and the address 0 is ignored.)
             fresh, wanted = bench.addresses(row.n), torch.where(chosen, sizes, 0)
             old = torch.where(chosen, addrs, 0)
