@@ -10,10 +10,10 @@ from .error_record import record_error
 from .groups import GROUP, alike, from_leader, has_groups, last_start
 from .growing import ask_for_pages, load_answers
 from .layout import E_INVALID_ARGUMENT, E_OUT_OF_MEMORY, MAX_SLOT, NUM_CLASSES, PAGE_BYTES, REACHED
-from .lines import await_places, open_places, promise, stop_keeping, ticket_place, turn_over
+from .lines import await_places, open_places, pass_over, promise, stop_keeping, ticket_place
 from .live import claim_other, claim_others, heard, live_bit, speak_for
 from .magazines import take_spans
-from .pages import one_of, pages_in_use, sample_pages, take_adjacent, window
+from .pages import one_of, take_adjacent, window
 from .search import guess_slots, malloc_run, search_slots
 
 ROUNDS = tl.constexpr(8)  # tickets that a request draws before it searches
@@ -85,19 +85,8 @@ def use_tickets(heap, cls, word, rank, count, upto, active, front, area, skip, p
     granted = promise(heap, page, cls, tickets, slots, asks)
     stop_keeping(heap, page, asks & (slot + tickets == slots))
     over = heads & (granted < tickets + skip)
-    at = lanes.first_lane(over)
-    while at < lanes.width(over):
-        there = lanes.lane_index(over) == at
-        other = layout.place_page(state, second == 0)
-        turned = turn_over(
-            heap, lanes.pick(cls, at), lanes.pick(place, at), lanes.pick(page, at),
-            lanes.pick(other, at), lanes.pick(tickets, at), lanes.pick(granted, at), skip,
-        )  # fmt: skip
-        other, more = halves(turned)
-        page = tl.where(there, other, page)
-        granted = tl.where(there, more, granted)
-        over = over & (there == 0)
-        at = lanes.first_lane(over)
+    if lanes.any_lane(over):
+        pass_over(heap, cls, page, place, tickets - granted, over)
     page, granted = halves(from_leader(join(page, granted), last_start(upto, index == 0)))
     span = layout.span_of(page, (slot - index) * (size >> 4), granted, cls)
     return tl.where(active & (index < granted), span, 0), index, tickets, page
@@ -123,13 +112,10 @@ def malloc_mixed(heap, cls, active, polls: tl.constexpr, whole: tl.constexpr):
         again = active & (span == 0)
         if lanes.any_lane(draws):
             front = atomic_load(layout.hint_ptr(heap) + lane * 0, lane == 0)
-            chunks = (layout.load_pages(heap) + 63) >> 6
-            sample = sample_pages(heap, chunks, lane)
             line = layout.line_ptr(heap, cls)
             word = tl.atomic_add(line, -count.to(tl.int64), mask=draws, sem="relaxed")
             # (What an opener needs, computed while the ticket is under way.)
-            asked = tl.sum(tl.where(active, size, 0), axis=0)
-            area = window(heap, asked) + (pages_in_use(sample, chunks),)
+            area = window(heap, tl.sum(tl.where(active, size, 0), axis=0))
             word = from_leader(word, leader)
             front = lanes.pick(front, 0).to(tl.int32)
             found, before, _tickets, page = use_tickets(
@@ -158,8 +144,6 @@ def next_span(heap, cls, word, done, need, polls: tl.constexpr):
     kind = cls + lane * 0
     count = need + lane * 0
     front = atomic_load(layout.hint_ptr(heap) + lane * 0, one)
-    chunks = (layout.load_pages(heap) + 63) >> 6
-    sample = sample_pages(heap, chunks, lane)
     if done == 0:
         line = layout.line_ptr(heap, kind)
         word = lanes.pick(tl.atomic_add(line, -count.to(tl.int64), mask=one, sem="relaxed"), 0)
@@ -167,7 +151,7 @@ def next_span(heap, cls, word, done, need, polls: tl.constexpr):
     slots = layout.class_slots(cls)
     half = slots >> 1
     skip = (done > 0) & (half * 2 == slots) & (divide(half, need) * need == half)
-    area = window(heap, layout.class_bytes(cls) * need) + (pages_in_use(sample, chunks),)
+    area = window(heap, layout.class_bytes(cls) * need)
     front = lanes.pick(front, 0).to(tl.int32)
     span, _index, tickets, page = use_tickets(
         heap, kind, word + lane * 0, done + lane * 0, count, 1 << lane, one, front, area,

@@ -39,6 +39,17 @@ def atomic_load(ptr, mask=None):
 
 
 @triton.jit
+def load_beside(ptr, looks, n: tl.constexpr):
+    """Which of the ``n`` words from each lane's ``ptr`` on are not 0: a bit for each (int32); none
+    for lanes that do not look. All loads are under way at one time. Near the end of an array, what
+    comes behind it in the state is loaded, too: the caller masks that."""
+    seen = (ptr.to(tl.int64) & 0).to(tl.int32)
+    for step in tl.static_range(n):
+        seen = seen | tl.where(atomic_load(ptr + step, looks) != 0, 1 << step, 0)
+    return seen
+
+
+@triton.jit
 def load_one(ptr):
     """The lower 32 bits (int32) of the word at a scalar pointer, relaxed. Programs of one warp do
     not wait for each other here, as atomics do."""

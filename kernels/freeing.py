@@ -64,7 +64,7 @@ def free_scalar(heap, records, last, addr, inside, page, granule):
             put_spans(heap, last, cls, span, word, inside)
         elif retire_run(heap, page, (word & (-1 - OUT_MASK)) + 1, owner=True) == 0:
             # (Another program has come to the run's word by mistake.)
-            leave_slots(heap, page, page * 0 + 1, inside)
+            leave_slots(heap, page, inside)
     else:
         report_wrong(heap, addr)
 

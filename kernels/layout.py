@@ -15,7 +15,7 @@ running kernels and are touched by atomics only.
     MAGAZINES       per program index and class: a span of slots             malloc, free
     lines           per class and stripe: the line word                      malloc
     rows            a bit per page, 64 pages to a word: free pages, and for  malloc, free
-                    each class those that are listed: about half empty
+                    each class those with room for half of their slots
     places          per line: a ring of the pages its tickets lead to        malloc
     page records    per page: 64 words of live bits, the page word, the      malloc, free
                     most pages taken from here on
@@ -24,8 +24,8 @@ A **page** is 64 KiB, a **chunk** 64 pages (4 MiB): one word of a row.
 
 Line word: 0..31 tickets left of the places opened, signed; 32..62 places opened.
 Place: 0..22 and 23..45 two pages, all bits set where there is none; 46..63 the number of the place.
-Page word: 0..23 out; 24..29 class; 30 KEPT; 31 SLAB; 32..55 limit of a slab (9/16 of its slots), or
-the pages of a run; 56 RUN; 57 SPANNED: some of its slots were in a magazine.
+Page word: 0..23 out; 24..29 class; 30 KEPT; 31 SLAB; 32..55 half of the slots of a slab, or the
+pages of a run; 56 RUN; 57 SPANNED: some of its slots were in a magazine.
 Magazine: 0..22 page; 23..34 first granule; 36..49 count; 50..56 class + 1 (0 in all: empty).
 
 Live bits: a **granule** is 16 bytes, and a page has 4096 of them. The bit of granule g of a page
@@ -101,8 +101,8 @@ OUT_MASK = tl.constexpr((1 << 24) - 1)
 CLASS_SHIFT = tl.constexpr(24)
 KEPT = tl.constexpr(1 << 30)
 SLAB = tl.constexpr(1 << 31)
-LIMIT_SHIFT = tl.constexpr(32)
-LIMIT_MASK = tl.constexpr((1 << 24) - 1)
+HALF_SHIFT = tl.constexpr(32)
+HALF_MASK = tl.constexpr((1 << 24) - 1)
 RUN = tl.constexpr(1 << 56)
 SPANNED = tl.constexpr(1 << 57)
 
@@ -189,7 +189,7 @@ def free_row(heap):
 
 @triton.jit
 def class_row(heap, cls):
-    """The words of the pages of class ``cls`` that are listed: with at most their limit out."""
+    """The words of the pages of class ``cls`` that have room for half of their slots."""
     return free_row(heap) + (cls + 1).to(tl.int64) * load_immutable(heap, CHUNKS)
 
 
@@ -265,8 +265,8 @@ def page_word_ptr(heap, page):
 @triton.jit
 def slab_word(cls, slots):
     """The page word of a slab with nothing out."""
-    limit = (slots * 9 >> 4).to(tl.int64) << LIMIT_SHIFT
-    return limit + (cls.to(tl.int64) << CLASS_SHIFT) + SLAB
+    half = (slots >> 1).to(tl.int64) << HALF_SHIFT
+    return half + (cls.to(tl.int64) << CLASS_SHIFT) + SLAB
 
 
 @triton.jit
@@ -280,21 +280,21 @@ def page_out(word):
 
 
 @triton.jit
-def page_limit(word):
-    """With at most so many slots out (int32), a slab is listed."""
-    return ((word >> LIMIT_SHIFT) & 0x1FFF).to(tl.int32)
+def page_half(word):
+    """Half of the slots of a slab (int32)."""
+    return ((word >> HALF_SHIFT) & 0x1FFF).to(tl.int32)
 
 
 @triton.jit
 def run_word(length):
     """The page word of a run of ``length`` pages (int64) with nothing out."""
-    return (length << LIMIT_SHIFT) + RUN
+    return (length << HALF_SHIFT) + RUN
 
 
 @triton.jit
 def run_pages(word):
     """The pages (int64) of a run."""
-    return (word >> LIMIT_SHIFT) & LIMIT_MASK
+    return (word >> HALF_SHIFT) & HALF_MASK
 
 
 @triton.jit

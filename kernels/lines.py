@@ -7,8 +7,8 @@ are there. So programs that want many pages at one time open them all at one tim
 
 A program adds to the word of a page the number of slots that it wants. What comes back says
 whether the page is of its class and has room: then so many of its clear live bits are *promised*.
-If not, the program takes back what it added, asks the other page of the place, and draws another
-ticket. So nothing is wrong if a place is old, or leads two lines to one page: it costs time.
+If not, the program takes back what it added, and draws another ticket. So nothing is wrong if a
+place is old, or leads two lines to one page: it costs time.
 
 Order: the word of a page carries it. A free fences before it clears live bits and subtracts; all
 that ever changes a page word is a read-modify-write; and a malloc fences behind its addition. So
@@ -20,16 +20,15 @@ import triton
 import triton.language as tl
 
 from . import layout
-from .atomics import atomic_cas, atomic_load, fence
-from .bits import divide, join, lowest_bit, lsr, mix, next_bit, popcount
-from .groups import from_leader, has_groups, last_start
-from .lanes import any_lane, first_lane, is_block, lane_index, pick, rank_of, unite
+from .atomics import atomic_cas, atomic_load, fence, load_beside
+from .bits import divide, lsr, mix, next_bit
+from .lanes import any_lane, first_lane, is_block, lane_index, pick, rank_of
 from .lanes import width as width_of
 from .layout import ERRORS, KEPT, OPENED, OUT_MASK, PLACE_MASK, REACHED, RUN, SLAB, SPANNED
-from .pages import find_pages, give_pages, give_run, move_hint, try_pages
+from .pages import find_pages, give_pages, give_run, move_hint, spread, try_pages
 
-LOOKS = tl.constexpr(6)  # how often an opener looks for pages of its class
-BESIDE = tl.constexpr(2)  # in how many words for each lane, loaded at one time
+LOOKS = tl.constexpr(8)  # how many pages of the row of its class an opener tries
+BESIDE = tl.constexpr(8)  # in how many words, which it loads at one time
 
 
 @triton.jit
@@ -110,9 +109,9 @@ def leave_account(heap, page, now, counts, speaks, runs: tl.constexpr = True):
     # (What was added to a page that is free, and taken back, leaves nothing to do.)
     slab = speaks & ((now & (KEPT + SLAB)) == SLAB)
     idle = slab & (out == 0)
-    limit = layout.page_limit(now)
-    above = out + counts > limit
-    crossed = slab & (out > 0) & (out <= limit) & above & ((now & SPANNED) == 0)
+    half = layout.page_half(now)
+    above = out + counts > half
+    crossed = slab & (out > 0) & (out <= half) & above & ((now & SPANNED) == 0)
     row = layout.class_row(heap, layout.page_class(now)) + (page >> 6)
     tl.atomic_or(row, layout.bit_of(page), mask=crossed, sem="relaxed")
     ends = speaks & ((now & (RUN + OUT_MASK)) == RUN)
@@ -126,24 +125,23 @@ def leave_account(heap, page, now, counts, speaks, runs: tl.constexpr = True):
 
 
 @triton.jit(noinline=True)
-def leave_one(heap, page, now, count):
-    """:func:`leave_account` after ``count`` left the account of ``page``, ``now`` its word.
-    Returns 0."""
-    leave_account(heap, page, now, count, page >= 0)
+def leave_one(heap, page, now):
+    """:func:`leave_account` after one left the account of ``page``, ``now`` its word. Returns 0."""
+    leave_account(heap, page, now, page * 0 + 1, page >= 0)
     return page * 0
 
 
 @triton.jit
-def leave_slots(heap, page, counts, leaves):
-    """Take ``counts`` slots, or a run, out of the accounts of pages, for the lanes (or scalar) in
+def leave_slots(heap, page, leaves):
+    """Take one slot each, or a run, out of the accounts of pages, for the lanes (or scalar) in
     ``leaves``. (Mostly many are left: nothing follows.)"""
     ptr = layout.page_word_ptr(heap, tl.where(leaves, page, 0))
-    change = counts.to(tl.int64)
-    now = tl.atomic_add(ptr, -change, mask=leaves, sem="relaxed") - change
-    few = leaves & (((now & SLAB) == 0) | (layout.page_out(now) <= layout.page_limit(now)))
+    one = (page & 0).to(tl.int64) + 1
+    now = tl.atomic_add(ptr, -one, mask=leaves, sem="relaxed") - one
+    few = leaves & (((now & SLAB) == 0) | (layout.page_out(now) <= layout.page_half(now)))
     at = first_lane(few)
     while at < width_of(few):
-        leave_one(heap, pick(page, at), pick(now, at), pick(counts, at))
+        leave_one(heap, pick(page, at), pick(now, at))
         at = first_lane(few & (lane_index(few) > at))
 
 
@@ -164,134 +162,94 @@ def stop_keeping(heap, page, lanes):
 
 
 @triton.jit
-def take_back(heap, page, counts):
-    """Take back what was added to the word of a page that has no room for it (int32 scalars)."""
-    stop_keeping(heap, page, page >= 0)
-    leave_slots(heap, page, counts, page >= 0)
-
-
-@triton.jit
-def pass_over(heap, cls, place):
-    """Go on from a place (int32 scalar) that has no room, or leads to no page: later tickets lead
-    to the next one."""
+def pass_over(heap, cls, page, place, counts, lanes):
+    """Take back what was added to the words of pages that had no room for it (page -1: a place that
+    leads to none), and go on from their places: later tickets lead to the next ones."""
     line = layout.line_ptr(heap, cls)
-    word = atomic_load(line)
+    word = atomic_load(line, lanes)
     left = word.to(tl.int32)
-    if (left > 0) & (((line_places(word) - 1) & PLACE_MASK) == place):
-        atomic_cas(line, word, word - left.to(tl.int64))
-
-
-@triton.jit(noinline=True)
-def turn_over(heap, cls, place, page, other, tickets, granted, skip):
-    """What follows if ``page`` promised ``granted`` of ``tickets``, too few, or if ``skip`` is 1
-    (int32 scalars). If it had no room at all, the ``other`` page of its place may have some. If
-    neither has, later tickets are led to other places. Returns the page and how many it promised,
-    joined."""
-    void = page < 0
-    if (page >= 0) & (granted < tickets):
-        take_back(heap, page, tickets - granted)
-        void = (other < 0) | (other == page)
-        if (void == 0) & (granted == 0):
-            page = other
-            granted = promise(heap, page, cls, tickets, layout.class_slots(cls), page >= 0)
-            void = granted < tickets
-            if void:
-                take_back(heap, page, tickets - granted)
-    if void | (skip != 0):
-        pass_over(heap, cls, place)
-        if (page >= 0) & (granted == tickets):
-            stop_keeping(heap, page, page >= 0)
-    return join(page, granted)
+    last = lanes & (left > 0) & (((line_places(word) - 1) & PLACE_MASK) == place)
+    lane = lane_index(page)
+    ptr = tl.where(last, line, layout.idle_ptr(heap, lane))
+    atomic_cas(ptr, tl.where(last, word, -1), tl.where(last, word - left.to(tl.int64), -1))
+    there = lanes & (page >= 0)
+    if any_lane(there):
+        stop_keeping(heap, page, there)
+        ptr = layout.page_word_ptr(heap, tl.where(there, page, 0))
+        change = counts.to(tl.int64)
+        now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
+        leave_account(heap, tl.where(there, page, 0), now, counts, there)
 
 
 @triton.jit
-def together(bits):
-    """The bits of all lanes of a block, each of which has others; on AMD, its own."""
-    return unite(bits) if has_groups() else bits
-
-
-@triton.jit
-def find_listed(heap, cls, opens, reach):
-    """Two listed pages for each lane that opens, -1 where none was found. All lanes look, each for
-    the last that opens up to it, or else the last of all, in words of the row of its class below
-    chunk ``reach``. Where others take the pages that it saw first, it looks again."""
-    lane = lane_index(cls)
-    one = lane * 0 + 1 << lane
-    upto = one * 2 - 1
-    starts = together(tl.where(opens, one, 0))
-    leader = last_start(tl.where((starts & upto) != 0, upto, -1), opens)
-    theirs = one
-    if has_groups():
-        above = starts & (upto ^ -1)
-        below = tl.where(above != 0, 0, (starts & -starts) - 1)
-        theirs = from_leader(((above & -above) - 1 & -one) | below, leader)
-    cls = from_leader(cls, leader)
-    seeks = from_leader(opens.to(tl.int32), leader) != 0
-    first = lane * 0 - 1
+def find_halves(heap, cls, row, chunk, seen):
+    """Two pages of their class with room for half of their slots for each lane, -1 where none was
+    found. Of the words of the row from ``chunk`` on, those in ``seen`` had bits. (Programs that
+    see the same words begin with different ones.)"""
+    lane = lane_index(chunk)
+    first = chunk * 0 - 1
     second = first
-    looks: tl.constexpr = BESIDE * width_of(cls)
+    at = chunk
+    some = (chunk * 0).to(tl.int64)
+    wants = seen != 0
     tries = 0
-    while any_lane(seeks) & (tries < LOOKS):
-        salt = mix(layout.program_index() * 8 + tries)
-        chunk = lane * 0
-        word = (lane * 0).to(tl.int64)
-        for step in tl.static_range(BESIDE):
-            # (At equal distances. Which come last, and count more, differs by program and try.)
-            at = (lane + salt & (width_of(cls) - 1)) * BESIDE + (step + (salt >> 16) & (BESIDE - 1))
-            at = (at * 32 + (salt >> 8 & 31)) * reach // (32 * looks)
-            found = atomic_load(layout.class_row(heap, cls) + at)
-            chunk = tl.where(found != 0, at, chunk)
-            word = tl.where(found != 0, found, word)
-        offers = together(tl.where(seeks & (word != 0), one, 0)) & theirs
-        before = popcount((offers & one - 1).to(tl.int64) & 0xFFFFFFFF) + (first >= 0).to(tl.int32)
-        takes = ((offers & one) != 0) & (before < 2)
-        page = chunk * 64 + next_bit(tl.where(word != 0, word, 1), mix(salt + lane) & 63)
-        row = layout.class_row(heap, cls) + chunk
-        bit = layout.bit_of(page)
-        old = tl.atomic_and(row, bit ^ -1, mask=takes, sem="relaxed")
-        word = atomic_load(layout.page_word_ptr(heap, page), takes)
-        mine = takes & ((old & bit) != 0)
-        # (It may have become fuller, or another's, since; or have slots in a magazine.)
-        good = layout.is_slab_of(word, cls) & (layout.page_out(word) <= layout.page_limit(word))
-        good = mine & good & ((word & SPANNED) == 0)
-        won = together(tl.where(good, one, 0)) & theirs
-        low = won & -won
-        high = won ^ low
-        page_1 = from_leader(page, lowest_bit(tl.where(low != 0, low, 1).to(tl.int64)) & 31)
-        page_2 = from_leader(page, lowest_bit(tl.where(high != 0, high, 1).to(tl.int64)) & 31)
-        page_1 = tl.where(low != 0, page_1, -1)
-        second = tl.where(first >= 0, page_1, tl.where(high != 0, page_2, -1))
-        first = tl.where(first >= 0, first, page_1)
-        # (Of bits of pages that are gone there may be many: then a fresh page is the shorter way.)
-        stale = together(tl.where(mine & (good == 0), one, 0)) & theirs
-        seeks = seeks & (second < 0) & (offers != 0) & (stale == 0)
+    while any_lane(wants) & (tries < LOOKS):
+        salt = mix(layout.program_index() * 64 + lane + tries * 977)
+        empty = wants & (some == 0)
+        if any_lane(empty):
+            step = next_bit(tl.where(empty, seen, 1).to(tl.int64), salt >> 8 & (BESIDE - 1))
+            at = tl.where(empty, chunk + step, at)
+            some = tl.where(empty, atomic_load(row + at, empty), some)
+            seen = tl.where(empty, seen & (-1 - (step * 0 + 1 << step)), seen)
+        looks = wants & (some != 0)
+        bit = next_bit(tl.where(looks, some, 1), salt & 63)
+        page = tl.where(looks, at * 64 + bit, 0)
+        old = tl.atomic_and(row + at, layout.bit_of(bit) ^ -1, mask=looks, sem="relaxed")
+        word = atomic_load(layout.page_word_ptr(heap, page), looks)
+        good = looks & ((old & layout.bit_of(bit)) != 0)
+        # (With room for half of its slots, of which none was in a magazine.)
+        half = layout.is_slab_of(word, cls) & (layout.page_out(word) <= layout.page_half(word))
+        good = good & (half & ((word & SPANNED) == 0))
+        second = tl.where(good & (first >= 0), page, second)
+        first = tl.where(good & (first < 0), page, first)
+        some = tl.where(looks, old & (layout.bit_of(bit) ^ -1), some)
+        wants = wants & (second < 0) & ((some != 0) | (seen != 0))
         tries += 1
-    return tl.where(opens, first, -1), tl.where(opens, second, -1)
+    return first, second
 
 
 @triton.jit
 def open_places(heap, cls, slots, place, opens, front, area):
-    """Open the places of the lanes (or scalar) in ``opens``, each with two listed pages of the
-    class, or with one of these and a fresh one, or with a fresh one. Looks for fresh ones in the
-    ``area`` that :func:`pages.window` gives, and for others in as many chunks as the pages that are
-    in use fill, and an eighth more: those beyond become empty in time. A program that got no fresh
-    page at once first looks for others: most need none then."""
-    width, start, used = area
+    """Open the places of the lanes (or scalar) in ``opens``, each with two pages of the class that
+    have room for half of their slots, or with one of these and a fresh one, or with a fresh one.
+    Looks for fresh ones in the ``area`` that :func:`pages.window` gives, and for others before it,
+    too. A program that got no fresh page at once first looks for others: most need none then."""
+    width, start = area
+    lane = lane_index(place)
     chunks = layout.load_chunks(heap)
-    reach = tl.minimum((tl.maximum(front * 64 + width, used + (used >> 3)) >> 6) + 1, chunks)
+    reach = tl.minimum(front + (width >> 6) + 1, chunks)
+    # (Lanes that open nothing look, too, all at one place, but each program's elsewhere.)
+    own = tl.where(opens, lane * 3 + place * 7, 0)
+    chunk = spread(layout.program_index() * 5 + own, tl.maximum(reach - BESIDE, 0) + 1)
+    row = layout.class_row(heap, tl.where(opens, cls, layout.program_index() & 31))
     # (All under way at one time.)
     page = front * 64 + start + tl.where(opens, rank_of(opens), 0)
     page = tl.where(page < chunks * 64, page, page - chunks * 64)
     got, old = try_pages(heap, page, 1, opens)
-    listed_1, listed_2 = find_listed(heap, cls, opens, reach)
-    both = opens & (listed_2 >= 0)
+    seen = load_beside(row + chunk, opens, BESIDE)
+    seen = seen & ((reach * 0 + 1 << tl.minimum(reach, BESIDE)) - 1)
+    half_1 = page * 0 - 1
+    half_2 = half_1
+    if any_lane(seen != 0):
+        half_1, half_2 = find_halves(heap, cls, row, chunk, seen)
+    both = opens & (half_2 >= 0)
     give_pages(heap, page, got & both)
     lost = opens & (got == 0) & (both == 0)
     if any_lane(lost):
         page, _one = find_pages(heap, lost, page, old, front * 0 + 1, width)
     page = tl.where(both, -1, page)
-    first = tl.where(listed_1 >= 0, listed_1, page)
-    second = tl.where(listed_2 >= 0, listed_2, page)
+    first = tl.where(half_1 >= 0, half_1, page)
+    second = tl.where(half_2 >= 0, half_2, page)
     fresh = opens & (page >= 0)
     ptr = layout.page_word_ptr(heap, tl.where(fresh, page, 0))
     tl.atomic_add(ptr, layout.slab_word(cls, slots) + KEPT, mask=fresh, sem="relaxed")
@@ -300,9 +258,8 @@ def open_places(heap, cls, slots, place, opens, front, area):
     # (What the others wait for comes first.)
     more = slots.to(tl.int64) + OPENED
     tl.atomic_add(layout.line_ptr(heap, cls), more, mask=opens, sem="relaxed")
-    one = fresh & (listed_1 >= 0)
-    row = layout.class_row(heap, cls) + (page >> 6)
-    tl.atomic_or(row, layout.bit_of(page), mask=one, sem="relaxed")
+    one = fresh & (half_1 >= 0)
+    tl.atomic_or(row + (page >> 6), layout.bit_of(page), mask=one, sem="relaxed")
     tl.atomic_max(ptr + REACHED, (page & 0).to(tl.int64) + 1, mask=fresh, sem="relaxed")
     if any_lane(both & (got == 0)):
         # (So that the hint says when no page is free.)

@@ -10,9 +10,8 @@ import triton.language as tl
 
 from . import layout
 from .atomics import atomic_load, load_one
-from .bits import floor_log2, low_mask, lowest_bit, mix, next_bit, popcount, run_starts
+from .bits import floor_log2, low_mask, lowest_bit, mix, next_bit, run_starts
 from .lanes import any_lane, first_lane, lane_index, pick, unite
-from .lanes import width as width_of
 from .layout import PAGE_BYTES
 
 RESIDENT = tl.constexpr(4096)  # programs that may look for pages at one time
@@ -34,30 +33,13 @@ def spread(index, places):
 
 
 @triton.jit
-def sample_pages(heap, chunks, lane):
-    """The words of the free row of as many of the ``chunks`` as a block has lanes, at equal
-    distances."""
-    at = spread(layout.program_index(), chunks) + lane * chunks // width_of(lane)
-    return atomic_load(layout.free_row(heap) + tl.where(at < chunks, at, at - chunks))
-
-
-@triton.jit
-def pages_in_use(sample, chunks):
-    """About how many pages of the ``chunks`` are in use (int32), by a sample of the free row."""
-    used = tl.sum(64 - popcount(sample), axis=0).to(tl.float32)
-    return (used * chunks.to(tl.float32) * (1 / width_of(sample))).to(tl.int32)
-
-
-@triton.jit
 def window(heap, nbytes):
     """Where to look for free pages, if each program asks for ``nbytes`` (int32): among how many,
     13/8 of what all ask for together and a page for each 16 programs, since more pages are opened
-    than are filled, but at most a 32nd of the heap more; and where among these this program's own
-    part begins."""
+    than are filled; and where among these this program's own part begins."""
     pages = (layout.load_chunks(heap) * 64).to(tl.float32)
     programs = tl.minimum(layout.program_count(), RESIDENT)
-    share = nbytes.to(tl.float32) * (1 / PAGE_BYTES)
-    share = tl.minimum(share * (13 / 8) + 1 / 16, share + pages / programs * (1 / 32))
+    share = nbytes.to(tl.float32) * (13 / 8 / PAGE_BYTES) + 1 / 16
     width = tl.minimum(share * programs, 1 << 22).to(tl.int32) + 2
     share = tl.minimum(share, pages / programs)
     index = layout.program_index() & (RESIDENT - 1)

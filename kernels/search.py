@@ -78,7 +78,7 @@ def ask(heap, cls, page, asks):
     granted = promise(heap, page, cls, cls * 0 + 1, layout.class_slots(cls), asks) > 0
     lost = asks & (granted == 0)
     if any_lane(lost):
-        leave_slots(heap, page, cls * 0 + 1, lost)
+        leave_slots(heap, page, lost)
     return granted
 
 

@@ -71,7 +71,7 @@ def microseconds(bench: Bench, samples: Samples, marks: list[object]) -> None:
 
 def run_shape(bench: Bench, row: Row) -> list[Samples]:
     """``shape``, ``alike``: n blocks, then a random half is freed and allocated again, many times.
-    ``renewed``: each time with other sizes, so that no lane asks for what it freed.
+    ``renewed``: each time with other sizes, so that few lanes ask for what they freed.
 
     Times are those of the exchange. Span (from the lowest address to the highest end) and touched
     pages are over the bytes that live. ``largest`` is the largest block that malloc gives over the

@@ -25,7 +25,7 @@ from devalloc.heap.state import RUN, SIZES, SLAB, SLOTS, State
 from devalloc.kernels import layout
 from devalloc.sizes import PAGE_BYTES
 
-_SLAB_BITS = layout.SPANNED.value | (0x1FFF << layout.LIMIT_SHIFT.value) | (1 << 32) - 1
+_SLAB_BITS = layout.SPANNED.value | (0x1FFF << layout.HALF_SHIFT.value) | (1 << 32) - 1
 _NUMBERS = layout.NUMBER_MASK.value + 1
 
 
@@ -80,7 +80,7 @@ def _audit_pages(state: State) -> None:
     slab, run = state.kind == SLAB, state.kind == RUN
     other = (state.words != 0) & ~slab & ~run
     other |= slab & ((state.words & ~_SLAB_BITS) != 0)
-    length = state.run_pages << layout.LIMIT_SHIFT.value
+    length = state.run_pages << layout.HALF_SHIFT.value
     other |= run & ((state.words & ~layout.OUT_MASK.value) != layout.RUN.value + length)
     _fail_pages(state, other, "H4: page words of no kind")
     _fail_pages(state, slab & (state.cls >= CLASSES), "H4: slabs of no class")
@@ -90,8 +90,8 @@ def _audit_pages(state: State) -> None:
     _fail_pages(state, owners > 1, "H1: pages with more than one owner")
     _fail_pages(state, owners < 1, "H2: pages without an owner that are not free")
     _fail_pages(state, run & (state.out != 1), "H4: runs whose account is not 1")
-    limit = (state.words >> layout.LIMIT_SHIFT.value) & layout.LIMIT_MASK.value
-    _fail_pages(state, slab & (limit != state.slots * 9 >> 4), "H4: slabs with a wrong limit")
+    half = (state.words >> layout.HALF_SHIFT.value) & layout.HALF_MASK.value
+    _fail_pages(state, slab & (half != state.slots // 2), "H4: slabs with a wrong half")
 
 
 def _audit_spans(state: State) -> None:

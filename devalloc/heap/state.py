@@ -178,7 +178,7 @@ class State:
         slab = (self.words & layout.SLAB.value) != 0
         run = (self.words & layout.RUN.value) != 0
         self.kind = np.where(slab, SLAB, np.where(run, RUN, FREE))
-        lengths = (self.words >> layout.LIMIT_SHIFT.value) & layout.LIMIT_MASK.value
+        lengths = (self.words >> layout.HALF_SHIFT.value) & layout.HALF_MASK.value
         self.run_pages = np.where(self.kind == RUN, lengths, 0)
         self.inside = self._inside()
         self.page_free = self.row_bits(0)[: self.pages] != 0
@@ -224,10 +224,9 @@ class State:
         return (self.kind == SLAB) & (self.live == 0)
 
     def stale_hints(self) -> int:
-        """How many bits of the rows of classes are set for pages that have more than their limit
-        out, or are none of the class. They do no harm but to cost a look."""
-        limit = (self.words >> layout.LIMIT_SHIFT.value) & layout.LIMIT_MASK.value
-        room = (self.kind == SLAB) & (self.out <= limit)
+        """How many bits of the rows of classes are set for pages that have no room for half of
+        their slots, or are none of the class. They do no harm but to cost a look."""
+        room = (self.kind == SLAB) & (self.out <= self.slots // 2)
         stale = 0
         for cls in range(CLASSES):
             bits = self.row_bits(cls + 1)[: self.pages] != 0

@@ -59,7 +59,7 @@ class Damage:
         self.flip(self.geometry.rows + row * self.geometry.chunks + page // 64, page % 64)
 
     def length(self, run: int, value: int) -> None:
-        self.set(self.word(run), layout.RUN.value + (value << layout.LIMIT_SHIFT.value) + 1)
+        self.set(self.word(run), layout.RUN.value + (value << layout.HALF_SHIFT.value) + 1)
 
     def span(self, at: int, page: int, slot: int, count: int, cls: int) -> None:
         word = page + (slot << 23) + (count << 36) + (cls + 1 << 50)
@@ -111,7 +111,7 @@ PLANTED: dict[str, tuple[str, Callable[[Damage], None]]] = {
     "a run of a class": ("H4: page words of no kind", lambda d: d.flip(d.word(d.runs[0]), 25)),
     "a slab and a run": ("H4: page words of no kind", lambda d: d.flip(d.word(d.slab), 56)),
     "a slab of no class": ("H4: slabs of no class", lambda d: d.add(d.word(d.slab), 40 << 24)),
-    "a wrong limit": ("H4: slabs with a wrong limit", lambda d: d.add(d.word(d.slab), 1 << 32)),
+    "a wrong half": ("H4: slabs with a wrong half", lambda d: d.add(d.word(d.slab), 1 << 32)),
     "a run beyond the heap": ("H1: runs that reach", lambda d: d.length(d.runs[0], 1000)),
     "a run of no length": ("H1: runs that reach", lambda d: d.length(d.runs[0], 0)),
     "a run of the longest length": (

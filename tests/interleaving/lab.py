@@ -76,7 +76,7 @@ RUN = layout.RUN.value
 
 def run_pages(word: int) -> int:
     """The pages of a run, by the word of its first."""
-    return word >> layout.LIMIT_SHIFT.value & layout.LIMIT_MASK.value
+    return word >> layout.HALF_SHIFT.value & layout.HALF_MASK.value
 
 
 Plan = tuple[tuple[Strategy | Exhaustive, int], ...]
@@ -345,7 +345,7 @@ class View:
             assert out < WORD_OUT >> 1, f"L2: less than nothing is out of page {page}: {word:#x}"
             if word & RUN:
                 length = run_pages(word)
-                assert word == out + RUN + (length << layout.LIMIT_SHIFT.value), (
+                assert word == out + RUN + (length << layout.HALF_SHIFT.value), (
                     f"L2: the word of page {page}, a run, is {word:#x}"
                 )
                 for other in range(page, page + length):
@@ -361,8 +361,8 @@ class View:
                 continue
             cls = class_of(word)
             assert not self.free(page), f"L1: page {page} is free, and a slab of class {cls}"
-            limit = word >> layout.LIMIT_SHIFT.value
-            assert limit == CLASS_SLOTS[cls] * 9 >> 4, f"L2: the limit of page {page} is {limit}"
+            half = word >> layout.HALF_SHIFT.value
+            assert half == CLASS_SLOTS[cls] >> 1, f"L2: half of the slots of page {page} is {half}"
             assert not (live & self.outside[cls]).any(), (
                 f"L3: live bits where no slots of page {page} begin"
             )

@@ -85,12 +85,16 @@ ALL = (
         name="left_before_it_is_not_kept",
         file="lines.py",
         old="""\
-    stop_keeping(heap, page, page >= 0)
-    leave_slots(heap, page, counts, page >= 0)
+        stop_keeping(heap, page, there)
+        ptr = layout.page_word_ptr(heap, tl.where(there, page, 0))
+        change = counts.to(tl.int64)
+        now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
 """,
         new="""\
-    leave_slots(heap, page, counts, page >= 0)
-    stop_keeping(heap, page, page >= 0)
+        ptr = layout.page_word_ptr(heap, tl.where(there, page, 0))
+        change = counts.to(tl.int64)
+        now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
+        stop_keeping(heap, page, there)
 """,
         breaks="a page stops being kept after its last slot was freed: no program retires it",
         scenario="late_ticket",
@@ -122,26 +126,10 @@ ALL = (
     Mutant(
         name="promise_is_not_undone",
         file="lines.py",
-        old="    leave_slots(heap, page, counts, page >= 0)\n",
-        new="",
+        old='now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change',
+        new='now = tl.atomic_add(ptr, -change * 0, mask=there, sem="relaxed")',
         breaks="slots that no program has are out for good",
         scenario="last_slot",
-    ),
-    Mutant(
-        name="promise_of_the_other_is_not_undone",
-        file="lines.py",
-        old="            if void:\n                take_back(heap, page, tickets - granted)\n",
-        new="",
-        breaks="the same, if the other page of a place has no room, either",
-        scenario="none_of_two_has_room",
-    ),
-    Mutant(
-        name="slot_of_the_page_that_refused",
-        file="lines.py",
-        old="            page = other\n            granted = promise(heap, page, cls",
-        new="            granted = promise(heap, other, cls",
-        breaks="the other page of a place has promised a slot, and one of the full page is claimed",
-        scenario="one_of_two_has_room",
     ),
     Mutant(
         name="reserved_without_looking",
@@ -313,7 +301,7 @@ ALL = (
     Mutant(
         name="asked_and_not_left",
         file="search.py",
-        old="    if any_lane(lost):\n        leave_slots(heap, page, cls * 0 + 1, lost)\n",
+        old="    if any_lane(lost):\n        leave_slots(heap, page, lost)\n",
         new="",
         breaks="what a search adds to a page without room is out for good",
         scenario="search_or_free",
@@ -321,8 +309,8 @@ ALL = (
     Mutant(
         name="run_left_to_the_others",
         file="lines.py",
-        old="(((now & SLAB) == 0) | (layout.page_out(now) <= layout.page_limit(now)))",
-        new="((now & SLAB) != 0) & (layout.page_out(now) <= layout.page_limit(now))",
+        old="(((now & SLAB) == 0) | (layout.page_out(now) <= layout.page_half(now)))",
+        new="((now & SLAB) != 0) & (layout.page_out(now) <= layout.page_half(now))",
         breaks="a run is not given back by who left its first page as the last",
         scenario="run_left_by_the_last",
     ),

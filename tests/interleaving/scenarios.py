@@ -60,7 +60,7 @@ def mostly(schedules: int, preemptions: int | None = 1, bound: int = 0) -> Plan:
 def late(first: Turn, second: Turn) -> Plan:
     """Program 0 has a ticket of a page, and comes to it when program 1 has taken its first turn. It
     takes back what it added to the page after the second."""
-    return directed(Turn(0, "promise"), first, Turn(0, "leave_slots"), second, Turn(0), Turn(1))
+    return directed(Turn(0, "promise"), first, Turn(0, "pass_over", 3), second, Turn(0), Turn(1))
 
 
 ALL = (
@@ -177,31 +177,6 @@ ALL = (
             (free(2), malloc(7, EIGHTH), free(3), malloc(8, EIGHTH)),
         ),
         plan=mostly(30),
-    ),
-    # A place leads to two listed pages, and others fill one of them, or both, before its tickets
-    # are used. The other page serves them, or refuses, too.
-    *(
-        Scenario(
-            name,
-            pages=2,
-            magazines=0,
-            stripes=2,
-            before=(EIGHTH,) * 16,
-            script=(
-                (
-                    *(free(slot) for slot in (0, 1, 2, 3, 8, 9, 10, 11)),
-                    malloc(0, EIGHTH),
-                    malloc(1, EIGHTH),
-                ),
-                tuple(malloc(16 + slot, EIGHTH) for slot in range(others)),
-            ),
-            plan=(
-                *directed(Turn(0, "claim_span"), Turn(1), Turn(0)),
-                *directed(Turn(0, "claim_span"), Turn(1, "promise", others), Turn(0), Turn(1)),
-                *samples(10),
-            ),
-        )
-        for name, others in (("one_of_two_has_room", 5), ("none_of_two_has_room", 7))
     ),
     # A page is left half empty again and again, and its line's places lead there.
     Scenario(
@@ -338,14 +313,14 @@ ALL = (
             *directed(
                 Turn(1, "promise"),
                 Turn(0, "run_script", 5),
-                Turn(1, "stop_keeping"),
+                Turn(1, "pass_over"),
                 Turn(0),
                 Turn(1),
             ),
             *directed(
                 Turn(1, "promise"),
                 Turn(0, "run_script", 4),
-                Turn(1, "leave_slots"),
+                Turn(1, "pass_over", 3),
                 Turn(0, "run_script"),
                 Turn(1),
                 Turn(0),
@@ -643,7 +618,7 @@ ALL = (
                 Turn(0, "promise"),
                 Turn(2, "promise"),
                 Turn(1, "retire_run"),
-                Turn(0, "stop_keeping"),
+                Turn(0, "pass_over"),
                 Turn(1, "leave_slots"),
                 Turn(0),
                 Turn(1, "retire_run"),
@@ -666,7 +641,7 @@ ALL = (
             *directed(
                 Turn(0, "promise"),
                 Turn(1, "retire_run"),
-                Turn(0, "leave_slots"),
+                Turn(0, "pass_over", 3),
                 Turn(1, "leave_slots"),
                 Turn(0),
                 Turn(1),
