@@ -7,7 +7,7 @@ from . import lanes, layout
 from .atomics import alone, atomic_load, fence, load_one
 from .bits import divide, halves, join, lsr, mix
 from .error_record import record_error
-from .groups import GROUP, alike, from_leader, has_groups, last_start
+from .groups import GROUP, alike, from_leader, last_start
 from .growing import ask_for_pages, load_answers
 from .layout import E_INVALID_ARGUMENT, E_OUT_OF_MEMORY, MAX_SLOT, NUM_CLASSES, PAGE_BYTES, REACHED
 from .lines import await_places, open_places, pass_over, promise, stop_keeping, ticket_place
@@ -93,39 +93,29 @@ def use_tickets(heap, cls, word, rank, count, upto, active, front, area, skip, p
 
 
 @triton.jit
-def malloc_mixed(heap, cls, active, polls: tl.constexpr, whole: tl.constexpr):
-    """Slots of classes ``cls`` for the active lanes: addresses, 0 where there is none. Only a whole
-    block looks into magazines: they have what a whole one freed."""
+def malloc_mixed(heap, cls, active, polls: tl.constexpr):
+    """Slots of classes ``cls`` for up to GROUP lanes, the active ones: addresses, 0 where there is
+    none."""
     lane = lanes.lane_index(cls)
     addr = (cls * 0).to(tl.int64)
     rounds = 0
     while lanes.any_lane(active) & (rounds < ROUNDS):
         size = layout.class_bytes(cls)
         leader, rank, count, upto = alike(cls, active, 6)
+        front = atomic_load(layout.hint_ptr(heap) + lane * 0, lane == 0)
+        line = layout.line_ptr(heap, cls)
         leads = active & (leader == lane)
-        span = (cls * 0).to(tl.int64)
-        if whole:
-            span = take_spans(heap, cls, count, leads)
-        draws = leads & (span == 0)
-        span = from_leader(span, leader)
-        index = rank
-        again = active & (span == 0)
-        if lanes.any_lane(draws):
-            front = atomic_load(layout.hint_ptr(heap) + lane * 0, lane == 0)
-            line = layout.line_ptr(heap, cls)
-            word = tl.atomic_add(line, -count.to(tl.int64), mask=draws, sem="relaxed")
-            # (What an opener needs, computed while the ticket is under way.)
-            area = window(heap, tl.sum(tl.where(active, size, 0), axis=0))
-            word = from_leader(word, leader)
-            front = lanes.pick(front, 0).to(tl.int32)
-            found, before, _tickets, page = use_tickets(
-                heap, cls, word, rank, count, upto, again, front, area, 0, polls
-            )
-            span = tl.where(again, found, span)
-            index = tl.where(again, before, index)
-            # (Where there was no page, a search is next.)
-            again = again & (found == 0) & (page != -1)
+        word = tl.atomic_add(line, -count.to(tl.int64), mask=leads, sem="relaxed")
+        # (What an opener needs, computed while the ticket is under way.)
+        area = window(heap, tl.sum(tl.where(active, size, 0), axis=0))
+        word = from_leader(word, leader)
+        front = lanes.pick(front, 0).to(tl.int32)
+        span, index, _tickets, page = use_tickets(
+            heap, cls, word, rank, count, upto, active, front, area, 0, polls
+        )
         good = active & (span != 0)
+        # (Where there was no page, a search is next.)
+        again = active & (span == 0) & (page != -1)
         # (Several places may lead to one page, so two lanes may have one slot.)
         claimed = claim_spans(heap, span, size, index, good, shared=False)
         addr = tl.where(good, claimed, addr)
@@ -193,7 +183,7 @@ def guess_slot(heap, cls):
     return guess_slots(heap, cls, cls >= 0)
 
 
-@triton.jit(noinline=True)
+@triton.jit
 def malloc_last(heap, nbytes, count):
     """A block of ``nbytes`` (int64 scalar) from a search; in a heap that grows by itself, from
     another if it finds nothing, when the host has answered or will not. Returns its address; or 0,
@@ -281,13 +271,21 @@ def malloc_block(heap, nbytes, active, polls: tl.constexpr):
         size = layout.class_bytes(cls)
         # (More than half of a page is never in a magazine.)
         if (count > 0) & (count * size * 2 <= PAGE_BYTES):
-            span = take_spans(heap, cls, count, count > 0)
+            ptr = layout.magazine_ptr(heap, layout.last_magazine(heap), cls)
+            span = take_spans(heap, ptr, cls, count, count > 0)
         if span != 0:
             spans = span + (rank * 0).to(tl.int64)
             addr = claim_spans(heap, spans, size, rank, same, shared=True)
         elif full == 0:
             addr = malloc_whole(heap, cls, same, rank, count)
-        rest = rest & (addr == 0)
+    else:
+        width: tl.constexpr = lanes.width(nbytes)
+        last = layout.last_magazine(heap)
+        own = layout.lane_magazine(heap, last, lanes.lane_index(nbytes), width)
+        sizes = layout.class_bytes(classes)
+        slots = take_spans(heap, own, classes, classes * 0 + 1, small)
+        addr = claim_spans(heap, slots, sizes, classes * 0, slots != 0, shared=False)
+    rest = rest & (addr == 0)
     if lanes.any_lane(rest):
         small = rest & small
         if lanes.width(nbytes) > GROUP:
@@ -311,12 +309,12 @@ def malloc_block(heap, nbytes, active, polls: tl.constexpr):
             at = lanes.first_lane(small) & -GROUP
             while at < nbytes.shape[0]:
                 kinds = tl.gather(tl.where(small, classes, -1), at + group, 0)
-                part = malloc_mixed(heap, tl.maximum(kinds, 0), kinds >= 0, polls, whole=False)
+                part = malloc_mixed(heap, tl.maximum(kinds, 0), kinds >= 0, polls)
                 mine = small & (lane >= at) & (lane < at + GROUP)
                 addr = tl.where(mine, tl.gather(part, tl.where(mine, lane - at, 0), 0), addr)
                 at = lanes.first_lane(small & (lane >= at + GROUP)) & -GROUP
         else:
-            more = malloc_mixed(heap, classes, small, polls, whole=has_groups())
+            more = malloc_mixed(heap, classes, small, polls)
             addr = tl.where(small, more, addr)
         rest = rest & (addr == 0)
         at = lanes.first_lane(rest)
@@ -343,7 +341,8 @@ def malloc_scalar(heap, nbytes, active, polls: tl.constexpr):
     if small:
         # (More than half of a page is never in a magazine.)
         if size * 2 <= PAGE_BYTES:
-            span = take_spans(heap, cls, cls * 0 + 1, small)
+            ptr = layout.magazine_ptr(heap, layout.last_magazine(heap), cls)
+            span = take_spans(heap, ptr, cls, cls * 0 + 1, small)
         rounds = cls * 0
         while (span == 0) & (rounds < ROUNDS):
             _word, span, _tickets, page = next_span(heap, cls, span, cls * 0, cls * 0 + 1, polls)

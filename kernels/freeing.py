@@ -8,12 +8,12 @@ from .addresses import locate, run_head
 from .atomics import atomic_load, fence
 from .bits import divide
 from .error_record import record_error
-from .groups import GROUP, alike, has_groups
+from .groups import GROUP
 from .lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick, width
 from .layout import E_DOUBLE_FREE, E_INVALID_FREE, ERRORS, FREES, HINT_STRIDE, OUT_MASK, RUN, SLAB
 from .lines import leave_account, leave_slots, retire_run
 from .live import heard, live_bit, speak_for
-from .magazines import put_spans, spans_of_block
+from .magazines import put_lanes, put_span
 
 
 @triton.jit(noinline=True)
@@ -61,7 +61,7 @@ def free_scalar(heap, records, last, addr, inside, page, granule):
         if (word & SLAB) != 0:
             cls = layout.page_class(word)
             span = layout.span_of(page, granule, page * 0 + 1, cls)
-            put_spans(heap, last, cls, span, word, inside)
+            put_span(heap, last, cls, span, word, inside)
         elif retire_run(heap, page, (word & (-1 - OUT_MASK)) + 1, owner=True) == 0:
             # (Another program has come to the run's word by mistake.)
             leave_slots(heap, page, inside)
@@ -85,8 +85,6 @@ def free_block(heap, records, last, addr, given, active, page, granule):
     orderly = (active == (lane < count)) & ((active == 0) | there)
     together = (count > 0) & (unit > 0) & (unit <= 2048)
     together = together & (count_lanes(orderly) == active.shape[0])
-    word = bit & 0
-    # (That of the first page, for the magazine.)
     one_page = together & (first + count * unit <= 4096) & (count * unit <= 2048)
     # (One lane for several slots only if they all are in order.)
     unit = tl.where(together, unit, 4096)
@@ -95,11 +93,19 @@ def free_block(heap, records, last, addr, given, active, page, granule):
     turn, bits = speak_for(granule, unit, before, further)
     speaks = active & (turn == 0)
     counts = further + 1
-    # (All lanes, as they may have come from one malloc.)
-    groups: tl.constexpr = has_groups() and width(active) <= GROUP
-    mixed = (together == 0) & (count == (width(active) if groups else -1))
-    if one_page | mixed:
-        word = atomic_load(layout.page_word_ptr(heap, page), lane < tl.where(mixed, count, 1))
+    # (The word of the first page, for its magazine; or those of a few, to see if all are alike.)
+    sample = lane
+    near = page
+    looks = active
+    if width(active) > GROUP:
+        sample = tl.arange(0, GROUP)
+        near = tl.gather(page, sample, 0)
+        looks = tl.gather(active.to(tl.int32), sample, 0) != 0
+    looks = looks & (sample < tl.where(together == 0, GROUP, tl.where(one_page, 1, 0)))
+    word = atomic_load(layout.page_word_ptr(heap, near), looks)
+    cls = layout.page_class(word)
+    kind = tl.max(tl.where(looks, cls, 0), axis=0)
+    several = (together == 0) & any_lane(looks & (cls != kind))
     old = tl.atomic_and(ptr, bits ^ -1, mask=speaks, sem="relaxed")
     wrong = tl.where(speaks, (old & bits) ^ bits, 0)
     if any_lane((wrong != 0) | (given & (active == 0))):
@@ -109,7 +115,7 @@ def free_block(heap, records, last, addr, given, active, page, granule):
         active = active & (hit == 0)
         together = together != together
         one_page = together
-        mixed = together
+        several = together
         failed = given & (active == 0)
         at = first_lane(failed)
         while at < width(failed):
@@ -119,22 +125,16 @@ def free_block(heap, records, last, addr, given, active, page, granule):
     kept = first < 0
     if one_page:
         state = pick(word, 0)
-        cls = layout.page_class(state)
-        alike_slots = (count == 1) | (layout.class_bytes(cls) == unit << 4)
+        alike_slots = (count == 1) | (layout.class_bytes(kind) == unit << 4)
         if ((state & SLAB) != 0) & alike_slots:
-            span = layout.span_of(first_page, first, count, cls)
-            put_spans(heap, last, cls, span, state, first >= 0)
+            span = layout.span_of(first_page, first, count, kind)
+            put_span(heap, last, kind, span, state, first >= 0)
             kept = first >= 0
     if kept == 0:
         counts = tl.where(together, counts, 1)
         speaks = active & (tl.where(together, before, 0) == 0)
-        if groups:
-            if mixed:
-                group = alike(page, active)
-                leader, _rank, counts, _upto = group
-                span, puts = spans_of_block(page, granule, word, active, group)
-                put_spans(heap, last, layout.page_class(word), span, word, puts)
-                speaks = active & (leader == lane) & (puts == 0)
+        if several:
+            page, counts, speaks = put_lanes(heap, last, page, granule, word, active)
         change = counts.to(tl.int64)
         ptr = layout.page_word_ptr(heap, page)
         now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change

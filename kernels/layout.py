@@ -12,7 +12,7 @@ running kernels and are touched by atomics only.
                     often the host has grown it, or could not
     HINTS           per copy: the first chunk that may have free pages, and  malloc, free
                     how many blocks were freed
-    MAGAZINES       per program index and class: a span of slots             malloc, free
+    MAGAZINES       per program index and class, or lane: a span of slots    malloc, free
     lines           per class and stripe: the line word                      malloc
     rows            a bit per page, 64 pages to a word: free pages, and for  malloc, free
                     each class those with room for half of their slots
@@ -80,6 +80,7 @@ HINT_COPIES = tl.constexpr(32)
 HINT_STRIDE = tl.constexpr(8)
 FREES = tl.constexpr(4)  # from a hint to a count of blocks that were freed
 MAGAZINES = tl.constexpr(512)
+PAGE_MAGAZINES = tl.constexpr(8)  # magazines for each page, mostly
 LINE_STRIDE = tl.constexpr(8)  # times the lines of a class: see line_ptr
 RECORD_WORDS = tl.constexpr(68)
 PAGE_WORD = tl.constexpr(64)
@@ -327,6 +328,12 @@ def magazine_ptr(heap, last, cls):
     """This program's magazine for class ``cls`` (int32); with :func:`last_magazine`."""
     # (A program's lie side by side. An odd step: programs that want one class use all magazines.)
     return heap + MAGAZINES + ((program_index() * (NUM_CLASSES + 1) + cls) & last)
+
+
+@triton.jit
+def lane_magazine(heap, last, lane, width: tl.constexpr):
+    """The magazine of each ``lane`` of this program's block; with :func:`last_magazine`."""
+    return heap + MAGAZINES + ((program_index() * width + lane) & last)
 
 
 @triton.jit

@@ -1,14 +1,19 @@
-"""Magazines: slots that a program freed and takes again; see ``lines``."""
+"""Magazines: slots that a program freed and takes again; see ``lines``.
+
+A program has one for each class, with a *span* in it: the consecutive slots of one page that its
+lanes freed together. And each lane of a block has one, with the slot that it freed. A lane that
+asks again for the size that it freed finds its slot there, whatever the other lanes do.
+"""
 
 import triton
 import triton.language as tl
 
 from . import layout
-from .atomics import alone, fence
+from .atomics import alone, atomic_load, fence
 from .bits import lsr
-from .groups import alike, from_leader, last_start
-from .lanes import any_lane, count_lanes, is_block, lane_index, pick
-from .layout import ERRORS, PAGE_BYTES, PAGE_MASK, SLAB, SPAN_COUNT, SPANNED
+from .groups import GROUP
+from .lanes import any_lane, is_block, lane_index, pick, width
+from .layout import ERRORS, PAGE_MASK, SLAB, SPAN_COUNT, SPANNED
 from .lines import leave_account
 
 
@@ -54,9 +59,9 @@ def swap(ptr, span, there):
 
 
 @triton.jit
-def put_spans(heap, last, cls, span, word, puts):
-    """Put spans of pages with these words into the magazines of their classes, for the lanes (or
-    scalar) in ``puts``, and release those that were there. ``last``: the last magazine."""
+def put_span(heap, last, cls, span, word, puts):
+    """Put a span (int64 scalar) of a page with this word into the magazine of its class, if
+    ``puts``. ``last``: the last magazine."""
     new = puts & ((word & SPANNED) == 0)
     if any_lane(new):
         # Once in the life of a page, and while the slots are still ours: later, the page may be
@@ -69,10 +74,9 @@ def put_spans(heap, last, cls, span, word, puts):
 
 
 @triton.jit
-def take_spans(heap, cls, counts, wants):
+def take_spans(heap, ptr, cls, counts, wants):
     """In each lane (or scalar) in ``wants``, the span of so many slots of class ``cls`` in the
-    magazine, or 0."""
-    ptr = layout.magazine_ptr(heap, layout.last_magazine(heap), cls)
+    magazine at ``ptr``, or 0."""
     span = swap(ptr, (cls * 0).to(tl.int64), wants)
     wanted = layout.span_of(cls * 0, cls * 0, counts, cls)
     fits = (span >> SPAN_COUNT) == (wanted >> SPAN_COUNT)
@@ -81,24 +85,20 @@ def take_spans(heap, cls, counts, wants):
 
 
 @triton.jit
-def spans_of_block(page, granule, word, active, group):
-    """The spans that the lanes of a block freed, if each class was freed by few pages: ``(span,
-    puts)``, in the leader of each that may go to a magazine. With the words of the pages, and
-    groups (``alike``) by page."""
-    leader, rank, counts, upto = group
-    cls = layout.page_class(word)
-    size = layout.class_bytes(cls)
-    start = granule - rank * (size >> 4)
-    first = last_start(upto, rank == 0)
-    apart = start != from_leader(start, first)
-    orderly = last_start(upto, apart | (rank == 0)) == first
-    # (It is the last of a group, and sees them all.)
-    leads = active & (leader == lane_index(page))
-    kind, _rank, _counts, _upto = alike(cls, active, 6)
-    # Lanes of one class mostly are in one page, if all came from one malloc. Those of any list of
-    # addresses are not: they would leave single slots in magazines, and so keep many pages.
-    kinds = count_lanes(active & (kind == lane_index(page)))
-    one_malloc = count_lanes(leads) * 4 <= kinds * 5
-    puts = leads & orderly & ((word & SLAB) != 0)
-    puts = puts & (counts * size * 2 <= tl.where(one_malloc, PAGE_BYTES, 0))
-    return layout.span_of(page, start, counts, cls), puts
+def put_lanes(heap, last, page, granule, word, active):
+    """Put the slots of a block's lanes into the magazines of these lanes. ``last``: the last
+    magazine; ``word``: the words of the pages, if the block has up to GROUP lanes. Returns
+    ``(page, counts, leaves)``: what leaves the accounts of pages in their place, which is what was
+    in there; and runs."""
+    if width(page) > GROUP:
+        word = atomic_load(layout.page_word_ptr(heap, page), active)
+    slots = active & ((word & SLAB) != 0)
+    # (Their pages are listed all the same, not SPANNED: many would be.)
+    span = layout.span_of(page, granule, page * 0 + 1, layout.page_class(word))
+    ptr = layout.lane_magazine(heap, last, lane_index(page), width(page))
+    old = swap(ptr, span, slots)
+    if any_lane(old != 0):
+        # (As in `release_spans`.)
+        fence(heap + ERRORS, "acq_rel")
+    page = tl.where(slots, (old & PAGE_MASK).to(tl.int32), page)
+    return page, tl.where(slots, layout.span_count(old), 1), active & ((slots == 0) | (old != 0))

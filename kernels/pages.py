@@ -36,10 +36,12 @@ def spread(index, places):
 def window(heap, nbytes):
     """Where to look for free pages, if each program asks for ``nbytes`` (int32): among how many,
     13/8 of what all ask for together and a page for each 16 programs, since more pages are opened
-    than are filled; and where among these this program's own part begins."""
+    than are filled, but at most a 32nd of the heap more; and where among these this program's own
+    part begins."""
     pages = (layout.load_chunks(heap) * 64).to(tl.float32)
     programs = tl.minimum(layout.program_count(), RESIDENT)
-    share = nbytes.to(tl.float32) * (13 / 8 / PAGE_BYTES) + 1 / 16
+    share = nbytes.to(tl.float32) * (1 / PAGE_BYTES)
+    share = tl.minimum(share * (13 / 8) + 1 / 16, share + pages / programs * (1 / 32))
     width = tl.minimum(share * programs, 1 << 22).to(tl.int32) + 2
     share = tl.minimum(share, pages / programs)
     index = layout.program_index() & (RESIDENT - 1)

@@ -12,7 +12,7 @@ import triton.language as tl
 from . import layout
 from .atomics import atomic_load, load_one
 from .bits import floor_log2, lowest_bit, lsr, mix, run_starts
-from .lanes import any_lane, count_lanes, lane_index, pick, rank_of
+from .lanes import any_lane, count_lanes, first_lane, lane_index, pick, rank_of
 from .layout import MAGAZINES, PAGE_LOG2, PAGE_WORD, REACHED, SLAB
 from .lines import leave_slots, promise, retire, touch_words
 from .live import another, claim_others, live_bit
@@ -25,10 +25,8 @@ FAR = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def take_rest(heap, first):
-    """Empty the 32 magazines from ``first`` on, and retire those of the 32 pages from there on that
-    are slabs with nothing out, whether or not a place leads to them. Returns how many of both there
-    were (int32). A page whose last slots lie in a magazine further on needs another call."""
+def empty_magazines(heap, first):
+    """Empty the 32 magazines from ``first`` on. Returns how many were full (int32)."""
     lane = tl.arange(0, 32)
     ptr = heap + MAGAZINES + first + lane
     here = first + lane <= layout.last_magazine(heap)
@@ -38,6 +36,14 @@ def take_rest(heap, first):
         span = tl.atomic_and(ptr, (lane * 0).to(tl.int64), mask=full, sem="relaxed")
         full = full & (span != 0)
         release_spans(heap, span, full)
+    return count_lanes(full)
+
+
+@triton.jit
+def retire_idle(heap, first):
+    """Retire those of the 32 pages from ``first`` on that are slabs with nothing out, whether or
+    not a place leads to them. Returns how many there were (int32)."""
+    lane = tl.arange(0, 32)
     pages = layout.load_pages(heap)
     here = first + lane < pages
     page = tl.minimum(first + lane, pages - 1)
@@ -45,18 +51,28 @@ def take_rest(heap, first):
     idle = here & ((word & SLAB) != 0) & (layout.page_out(word) == 0)
     if any_lane(idle):
         idle = retire(heap, page, word, idle, idle)
-    return count_lanes(full) + count_lanes(idle)
+    return count_lanes(idle)
 
 
 @triton.jit(noinline=True)
 def take_what_rests(heap):
-    """Empty all magazines, and retire pages that are kept with nothing out. Returns how many there
-    were (int32). If some, there may be more: see :func:`take_rest`."""
-    end = tl.maximum(layout.last_magazine(heap) + 1, layout.load_pages(heap))
-    some = end * 0
+    """Empty all magazines, then retire pages that are kept with nothing out. Returns how many there
+    were (int32). If some, others may have filled more meanwhile."""
+    last = layout.last_magazine(heap)
+    some = last * 0
     at = some
-    while at < end:
-        some += take_rest(heap, at)
+    while at <= last:
+        # (Most are empty: many are looked at together.)
+        many = at + tl.arange(0, 256)
+        here = many <= last
+        full = here & (atomic_load(heap + MAGAZINES + many, here) != 0)
+        at = tl.where(any_lane(full), at + (first_lane(full) & -32), at + 256)
+        if any_lane(full):
+            some += empty_magazines(heap, at)
+            at += 32
+    at = some * 0
+    while at < layout.load_pages(heap):
+        some += retire_idle(heap, at)
         at += 32
     return some
 

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from .api import free, malloc, usable_size
-from .layout import program_index
-from .search import take_rest, take_run
+from .layout import PAGE_MAGAZINES, program_index
+from .search import empty_magazines, retire_idle, take_run
 
 
 @triton.jit
@@ -38,11 +38,13 @@ def usable_size_kernel(heap, addrs, sizes, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def rest_kernel(heap):
-    """Empty all magazines and retire all pages without blocks, 64 of both by each program. After a
-    second launch all that is not live is free, and serves any size."""
+    """Empty all magazines and retire all pages without blocks, those of 64 pages by each program.
+    After a second launch all that is not live is free, and serves any size."""
     first = program_index() * 64
-    take_rest(heap, first)
-    take_rest(heap, first + 32)
+    for step in range(2):
+        retire_idle(heap, first + 32 * step)
+    for step in range(2 * PAGE_MAGAZINES):
+        empty_magazines(heap, first * PAGE_MAGAZINES + 32 * step)
 
 
 @triton.jit

@@ -30,9 +30,14 @@ PLACE_PAGES = 4
 
 CHUNK_PAGES = 64
 
+FEW_MAGAZINES = 2
+"""For each page of a heap of less than one chunk, so that its state stays small."""
+
+MAX_MAGAZINES = 1 << 20
+"""As many at most: a search that fails looks at all of them."""
+
 GROWING_MAGAZINES = 4096
-"""As many at most in a heap that grows: a search that fails looks at all of them, however few pages
-there are."""
+"""As many at most in a heap that grows, however few pages there are."""
 
 _ALIGNMENT = 16  # words: no two arrays share a cache line
 
@@ -72,7 +77,9 @@ class Geometry:
         stripes = stripes or min(MAX_STRIPES, power_below(pages // STRIPE_PAGES))
         least = min(16, max(2, power_below(pages)))
         ring = ring or min(MAX_RING, max(least, power_below(pages // PLACE_PAGES // stripes)))
-        magazines = magazines or min(power_below(pages), GROWING_MAGAZINES if grows else MAX_PAGES)
+        most = GROWING_MAGAZINES if grows else MAX_MAGAZINES
+        each = layout.PAGE_MAGAZINES.value if pages >= CHUNK_PAGES else FEW_MAGAZINES
+        magazines = magazines or min(each * power_below(pages), most)
         given = (stripes, ring, magazines)
         if given != tuple(power_below(count) for count in given):
             raise ValueError(f"stripes, places and magazines are powers of two, not {given}")
@@ -119,6 +126,11 @@ class Geometry:
     @property
     def records(self) -> int:
         return _aligned(self.places + self.lines * self.ring)
+
+    def rest_programs(self, pages: int) -> int:
+        """How many programs of ``rest_kernel`` see the first ``pages`` pages and all magazines."""
+        each = layout.PAGE_MAGAZINES.value
+        return -(-max(pages, -(-self.magazines // each)) // CHUNK_PAGES)
 
     def words_of(self, pages: int) -> int:
         """Length of the state up to the records of the first ``pages`` pages."""

@@ -690,7 +690,7 @@ class Heap(JaggedMethods, Owner):
     def _rest(self) -> None:
         """Make everything free that is not live: slots in magazines, then pages without blocks."""
         self._require_open()
-        programs = -(-max(self._geometry.magazines, self._state_pages) // 64)
+        programs = self._geometry.rest_programs(self._state_pages)
         with on_device(self.device):
             for _ in range(2):  # the second retires pages whose last slots lay in magazines
                 upkeep.rest_kernel[(programs,)](self._handle, num_warps=1)

@@ -1,10 +1,10 @@
-"""Blocks of several classes, and blocks that lie across pages, put their slots into magazines."""
+"""Lanes of several classes, and blocks that lie across pages, put slots into magazines."""
 
 import pytest
 import torch
 
 from benchmarks.device import workloads as work
-from devalloc import Heap
+from devalloc import DoubleFree, Heap
 
 LANES = 32
 
@@ -39,45 +39,59 @@ def two_classes(blocks: int) -> torch.Tensor:
     return torch.arange(blocks * LANES) % 2 * 64 + 64
 
 
-def test_the_same_request_finds_the_same_slots(heap: Heap) -> None:
-    sizes = torch.randint(16, 1025, (4 * LANES,), generator=torch.Generator().manual_seed(5))
-    first = malloc(heap, sizes)
-    free(heap, first)
-    assert in_magazines(heap) > 4
-    again = malloc(heap, sizes)
-    assert torch.equal(first, again)
-    assert in_magazines(heap) == 0
-    free(heap, again)
+@pytest.mark.parametrize("lanes", [16, LANES, 4 * LANES])
+def test_each_lane_finds_the_slot_that_it_freed(heap: Heap, lanes: int) -> None:
+    chance = torch.Generator().manual_seed(5)
+    sizes = torch.randint(16, 8193, (8 * LANES,), generator=chance)
+    addrs = malloc(heap, sizes, lanes)
+    for _ in range(3):
+        chosen = torch.rand(len(sizes), generator=chance) < 0.5
+        free(heap, torch.where(chosen, addrs, 0), lanes)
+        assert in_magazines(heap) == int(chosen.sum())
+        again = torch.zeros_like(addrs)
+        grid = (-(-len(sizes) // lanes),)
+        wanted = torch.where(chosen, sizes, 0)
+        work.malloc_mixed_kernel[grid](heap.handle, wanted, again, len(sizes), LANES=lanes)
+        assert torch.equal(torch.where(chosen, addrs, 0), again)
+        assert in_magazines(heap) == 0
+    free(heap, addrs, lanes)
 
 
-def test_other_counts_give_the_slots_back(heap: Heap) -> None:
+def test_lanes_that_ask_for_other_sizes_give_the_slots_back(heap: Heap) -> None:
     sizes = two_classes(1)
     free(heap, malloc(heap, sizes))
-    assert in_magazines(heap) == 2
-    sizes[0] = 128
-    addrs = malloc(heap, sizes)
+    assert in_magazines(heap) == LANES
+    addrs = malloc(heap, sizes.roll(1))
     assert in_magazines(heap) == 0
     assert heap.stats().used == heap.capacity - heap.stats().free
     free(heap, addrs)
 
 
-@pytest.mark.parametrize("order", ["some left", "mixed up", "backwards"])
-def test_what_is_not_a_whole_block_goes_to_its_pages(heap: Heap, order: str) -> None:
-    addrs = malloc(heap, two_classes(4))
-    if order == "some left":
-        part = torch.where(torch.arange(LANES) < LANES - 1, addrs[:LANES], 0)
-    elif order == "mixed up":
-        # (One of each four of the four blocks: their slots do not follow one another.)
-        part = addrs.view(4, LANES)[:, :8].t().reshape(-1).contiguous()
-    else:
-        part = addrs[:LANES].flip(0).contiguous()
-    free(heap, part)
+def test_a_magazine_has_at_most_half_a_page(heap: Heap) -> None:
+    """Lanes in turn free half a page, more than that, a run, and nothing."""
+    sizes = torch.tensor([32768, 21840, 65537, 0]).repeat(8)
+    addrs = torch.zeros(LANES, dtype=torch.int64)
+    work.malloc_mixed_kernel[(1,)](heap.handle, sizes, addrs, LANES, LANES=LANES)
+    free(heap, addrs)
+    assert in_magazines(heap) == 16
+    work.malloc_mixed_kernel[(1,)](heap.handle, sizes, addrs, LANES, LANES=LANES)
     assert in_magazines(heap) == 0
-    free(heap, addrs[~torch.isin(addrs, part)].contiguous())
+    free(heap, addrs)
 
 
-def test_addresses_of_many_pages_go_to_these(heap: Heap) -> None:
-    """A list of addresses is no block: single slots in magazines would keep all these pages."""
+def test_a_double_free_of_lanes_leaves_nothing_in_magazines(heap: Heap) -> None:
+    addrs = malloc(heap, two_classes(1))
+    free(heap, torch.where(torch.arange(LANES) // 2 == 3, addrs, 0))
+    assert in_magazines(heap) == 2
+    free(heap, addrs)
+    with pytest.raises(DoubleFree):
+        heap.check()
+    heap.clear_errors()
+    assert in_magazines(heap) == 2
+
+
+def test_lanes_of_one_class_share_a_magazine_or_use_none(heap: Heap) -> None:
+    """A malloc for such lanes asks for a span of them all."""
     addrs = malloc(heap, torch.full((16 * LANES,), 4096))
     scattered = addrs[:: len(addrs) // LANES].contiguous()
     assert len(set((scattered >> 16).tolist())) > 16

@@ -74,8 +74,9 @@ def test_arrays_lie_one_behind_the_other(pages: int) -> None:
     assert end == g.words < 1 << 30
     for count in (g.stripes, g.ring, g.magazines):
         assert count & (count - 1) == 0
-    assert g.magazines <= pages
-    assert g.magazines <= 64 * g.chunks, "trim has a program per chunk"
+    assert g.magazines <= layout.PAGE_MAGAZINES.value * pages
+    assert g.rest_programs(pages) * 64 >= pages
+    assert g.rest_programs(pages) * 64 * layout.PAGE_MAGAZINES.value >= g.magazines
     header = g.header(1 << 47)
     assert len(header) <= 16, "debug heaps use the words behind"
     assert all(0 <= word < 1 << 63 for word in header)

@@ -83,15 +83,21 @@ Plan = tuple[tuple[Strategy | Exhaustive, int], ...]
 
 
 @triton.jit
-def take_nothing(heap, cls, counts, wants):
+def take_nothing(heap, ptr, cls, counts, wants):
     """``take_spans`` without magazines."""
     return (cls * 0).to(tl.int64)
 
 
 @triton.jit
 def put_nothing(heap, last, cls, span, word, puts):
-    """``put_spans`` without magazines."""
+    """``put_span`` without magazines."""
     release(heap, span, puts)
+
+
+@triton.jit
+def put_no_lanes(heap, last, page, granule, word, active):
+    """``put_lanes`` without magazines."""
+    return page, page * 0 + 1, active
 
 
 @triton.jit
@@ -111,7 +117,8 @@ def without(scenario: Scenario) -> Iterator[None]:
     if not scenario.magazines:
         changes += [
             (allocation, "take_spans", take_nothing),
-            (freeing, "put_spans", put_nothing),
+            (freeing, "put_span", put_nothing),
+            (freeing, "put_lanes", put_no_lanes),
         ]
     if not scenario.searches:
         changes.append((allocation, "malloc_last", find_nothing))

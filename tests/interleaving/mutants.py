@@ -31,6 +31,7 @@ PUT = """\
         seen = tl.atomic_or(ptr, (span & 0) + SPANNED, mask=new, sem="relaxed")
         span += lsr(tl.where(new, seen, 0), 63)
     old = swap(layout.magazine_ptr(heap, last, cls), span, puts)
+    release(heap, old, old != 0)
 """
 PUT_EARLY = """\
     old = swap(layout.magazine_ptr(heap, last, cls), span, puts)
@@ -38,6 +39,12 @@ PUT_EARLY = """\
     if any_lane(new):
         ptr = layout.page_word_ptr(heap, tl.where(new, span & PAGE_MASK, 0).to(tl.int32))
         tl.atomic_or(ptr, (span & 0) + SPANNED, mask=new, sem="relaxed")
+    release(heap, old, old != 0)
+"""
+
+LEFT = """\
+    page = tl.where(slots, (old & PAGE_MASK).to(tl.int32), page)
+    return page, tl.where(slots, layout.span_count(old), 1), active & ((slots == 0) | (old != 0))
 """
 
 ALL = (
@@ -205,10 +212,18 @@ ALL = (
     Mutant(
         name="put_over_another",
         file="magazines.py",
-        old="    release(heap, old, old != 0)\n",
-        new="",
+        old="span, puts)\n    release(heap, old, old != 0)\n",
+        new="span, puts)\n",
         breaks="the slots that were in the magazine are out for good",
         scenario="one_magazine",
+    ),
+    Mutant(
+        name="lanes_put_over_another",
+        file="magazines.py",
+        old="active & ((slots == 0) | (old != 0))",
+        new="active & (slots == 0)",
+        breaks="the slots that were in the magazines of lanes are out for good",
+        scenario="magazine_of_two_classes",
     ),
     Mutant(
         name="taken_for_another_class",
@@ -240,6 +255,22 @@ ALL = (
         old="    release(heap, span, (span != 0) & (fits == 0))\n",
         new="",
         breaks="what a block finds in magazines and cannot use is out for good",
+        scenario="magazine_of_two_classes",
+    ),
+    Mutant(
+        name="runs_in_magazines",
+        file="magazines.py",
+        old="slots = active & ((word & SLAB) != 0)",
+        new="slots = active",
+        breaks="a lane that frees a run puts it into a magazine, as a slot",
+        scenario="slots_and_runs",
+    ),
+    Mutant(
+        name="lanes_pay_twice",
+        file="magazines.py",
+        old=LEFT,
+        new="    return page, page * 0 + 1, active\n",
+        breaks="what lies in the magazines of lanes is free in the accounts of pages, too",
         scenario="magazine_of_two_classes",
     ),
     Mutant(
@@ -405,8 +436,8 @@ ALL = (
     Mutant(
         name="magazines_do_not_rest",
         file="search.py",
-        old="full = here & (atomic_load(ptr, here) != 0)",
-        new="full = here & (first < 0)",
+        old="    full = here & (atomic_load(ptr, here) != 0)\n    if",
+        new="    full = here & (first < 0)\n    if",
         breaks="a malloc fails although what it wants is in a magazine",
         scenario="magazine_rests",
     ),

@@ -229,7 +229,7 @@ ALL = (
         ),
         plan=mostly(20),
     ),
-    # A block of two classes, for which there is one magazine.
+    # A block of two classes: a magazine for each lane; they all have one.
     Scenario(
         "magazine_of_two_classes",
         pages=4,
@@ -247,6 +247,17 @@ ALL = (
         script=(
             (malloc_two(0, WORD), free_lanes(0), malloc_two(0, 2 * WORD), free_lanes(0)),
             (malloc_two(4, WORD), free_lanes(4), malloc_two(4, WORD)),
+        ),
+        plan=mostly(10),
+    ),
+    # A block frees slots and runs.
+    Scenario(
+        "slots_and_runs",
+        pages=4,
+        magazines=4,
+        script=(
+            (malloc_two(0, THIRD), free_lanes(0), malloc_two(0, THIRD)),
+            (malloc(4, THIRD), free(4)),
         ),
         plan=mostly(10),
     ),
@@ -487,7 +498,7 @@ ALL = (
         before=(THIRD,),
         script=((free(0),), (malloc(1, PAGE_BYTES), free(1))),
         plan=(
-            *directed(Turn(0, "put_spans", 2), Turn(1), Turn(0)),
+            *directed(Turn(0, "put_span", 2), Turn(1), Turn(0)),
             *mostly(10),
         ),
     ),
