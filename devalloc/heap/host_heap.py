@@ -82,7 +82,7 @@ class Heap(JaggedMethods, Owner):
     ----------
     capacity : int or str
         Bytes, or text such as ``"256MiB"``; rounded down to whole pages of 64 KiB. The heap's own
-        state is stored elsewhere and takes 0.8 to 1.1 % more from 4 MiB on, 2 % for 1 MiB, and
+        state is stored elsewhere and takes 0.8 to 1.2 % more from 4 MiB on, 2 % for 1 MiB, and
         8 to 17 KiB for a heap of less.
     device : torch.device, str or int, optional
         A CUDA device, or the CPU under Triton's interpreter. Default: the current CUDA device,
