@@ -270,7 +270,7 @@ ALL = (
         file="magazines.py",
         old=LEFT,
         new="    return page, page * 0 + 1, active\n",
-        breaks="what lies in the magazines of lanes is free in the accounts of pages, too",
+        breaks="a slot in the magazine of a lane is counted as free in its page as well",
         scenario="magazine_of_two_classes",
     ),
     Mutant(
