@@ -33,10 +33,11 @@ from tests.compile.measure import (
     start_child,
 )
 
-# For a malloc with a free, of a number or of a block: see `compile_seconds` for whose seconds.
-# (It was 3.0 with the heap before the compact one. Most of it is one pass of Triton's over the
-# accesses of blocks, whose time grows faster than a function: so cold parts are functions apart.)
-MAX_COMPILE_SECONDS = 7.0
+# For a malloc with a free, of a number or of a block: see `compile_seconds` for whose seconds. (A
+# block takes 5.3, and 7.1 on a busy machine; with the heap before the compact one it took less than
+# 3. Half of it is one pass of Triton's, which for each access of a block looks at all operations of
+# the function anew: so cold parts are functions apart.)
+MAX_COMPILE_SECONDS = 8.0
 # Kernels that do not spill, with the functions that they call. Those that allocate spill a little
 # around calls of cold functions; how much, the budget says.
 SPILL_NOTHING = {"free_scalar", "usable_size_scalar", "usable_size_lanes", PROBE.name}
