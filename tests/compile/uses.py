@@ -1,7 +1,7 @@
 """The kernels of the examples and of ``benchmarks/uses``, as they are launched on a GPU.
 
 ``python -m tests.compile.uses MODULE`` compiles those of a module for an H200 and prints what each
-needs as JSON.
+needs as JSON; with ``+debug`` behind the module, those for debug heaps.
 """
 
 from __future__ import annotations
@@ -80,16 +80,17 @@ def cases() -> list[Case]:
     return found
 
 
-def modules() -> list[str]:
-    return sorted({case.module for case in cases()})
+def group_of(case: Case) -> str:
+    """The module, with "+debug" for debug heaps."""
+    return case.module + "+debug" * case.debug
 
 
-def main(module: str) -> None:
+def main(group: str) -> None:
     from tests.compile.targets import usage
 
     found = {}
     for case in cases():
-        if case.module != module:
+        if group_of(case) != group:
             continue
         mode = ",".join(f"{name}={value}" for name, value in case.constexprs.items())
         found[f"{case.key} {mode}"] = asdict(usage(case, "cuda90"))
