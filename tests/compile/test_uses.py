@@ -7,28 +7,21 @@ import re
 import pytest
 
 from tests.compile.measure import ROOT, finish_child, start_child
-from tests.compile.uses import BASELINES, EXAMPLES, cases, group_of
+from tests.compile.uses import BASELINES, EXAMPLES, cases, modules
 
 KERNEL = re.compile(r"^@triton\.jit\ndef (\w+_kernel|make_rows)\(", re.M)
 
 
-GROUPS = [
-    pytest.param(group, marks=[pytest.mark.long] if group.endswith("+debug") else [])
-    for group in sorted({group_of(case) for case in cases()})
-]
-
-
 @pytest.mark.compile
 @pytest.mark.slow
-@pytest.mark.parametrize("group", GROUPS)
-def test_they_compile(group: str) -> None:
-    """Without races at calls; ordinary heaps' kernels leave few registers to memory. (Those for
-    debug heaps take as long again.)"""
-    found = finish_child(start_child(group, module="tests.compile.uses"))
-    assert len(found) == sum(group_of(case) == group for case in cases())
+@pytest.mark.parametrize("module", modules())
+def test_they_compile(module: str) -> None:
+    """Without races at calls; ordinary heaps' kernels leave few registers to memory."""
+    found = finish_child(start_child(module, module="tests.compile.uses"))
+    assert len(found) == sum(case.module == module for case in cases())
     for name, usage in found.items():
         assert usage["races"] == [], name
-        if not group.endswith("+debug"):
+        if "+debug" not in name:
             assert usage["spill_bytes"] <= 520, name
 
 

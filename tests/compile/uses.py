@@ -1,7 +1,7 @@
 """The kernels of the examples and of ``benchmarks/uses``, as they are launched on a GPU.
 
 ``python -m tests.compile.uses MODULE`` compiles those of a module for an H200 and prints what each
-needs as JSON; with ``+debug`` behind the module, those for debug heaps.
+needs as JSON.
 """
 
 from __future__ import annotations
@@ -80,17 +80,16 @@ def cases() -> list[Case]:
     return found
 
 
-def group_of(case: Case) -> str:
-    """The module, with "+debug" for debug heaps."""
-    return case.module + "+debug" * case.debug
+def modules() -> list[str]:
+    return sorted({case.module for case in cases()})
 
 
-def main(group: str) -> None:
+def main(module: str) -> None:
     from tests.compile.targets import usage
 
     found = {}
     for case in cases():
-        if group_of(case) != group:
+        if case.module != module:
             continue
         mode = ",".join(f"{name}={value}" for name, value in case.constexprs.items())
         found[f"{case.key} {mode}"] = asdict(usage(case, "cuda90"))
