@@ -103,10 +103,11 @@ def free_block(heap, records, last, addr, given, active, page, granule):
         looks = tl.gather(active.to(tl.int32), sample, 0) != 0
     looks = looks & (sample < tl.where(together == 0, GROUP, tl.where(one_page, 1, 0)))
     word = atomic_load(layout.page_word_ptr(heap, near), looks)
+    old = tl.atomic_and(ptr, bits ^ -1, mask=speaks, sem="relaxed")
+    # (Behind the atomics, so that they do not wait for what was loaded.)
     cls = layout.page_class(word)
     kind = tl.max(tl.where(looks, cls, 0), axis=0)
     several = (together == 0) & any_lane(looks & (cls != kind))
-    old = tl.atomic_and(ptr, bits ^ -1, mask=speaks, sem="relaxed")
     wrong = tl.where(speaks, (old & bits) ^ bits, 0)
     if any_lane((wrong != 0) | (given & (active == 0))):
         hit = wrong != 0

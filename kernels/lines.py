@@ -112,16 +112,17 @@ def leave_account(heap, page, now, counts, speaks, runs: tl.constexpr = True):
     half = layout.page_half(now)
     above = out + counts > half
     crossed = slab & (out > 0) & (out <= half) & above & ((now & SPANNED) == 0)
-    row = layout.class_row(heap, layout.page_class(now)) + (page >> 6)
-    tl.atomic_or(row, layout.bit_of(page), mask=crossed, sem="relaxed")
     ends = speaks & ((now & (RUN + OUT_MASK)) == RUN)
-    if any_lane(idle | ends):
-        retire(heap, page, now, idle, above == 0)
-        if runs:
-            at = first_lane(ends)
-            while at < width_of(ends):
-                retire_run(heap, pick(page, at), pick(now, at), owner=False)
-                at = first_lane(ends & (lane_index(ends) > at))
+    if any_lane(crossed | idle | ends):
+        row = layout.class_row(heap, layout.page_class(now)) + (page >> 6)
+        tl.atomic_or(row, layout.bit_of(page), mask=crossed, sem="relaxed")
+        if any_lane(idle | ends):
+            retire(heap, page, now, idle, above == 0)
+            if runs:
+                at = first_lane(ends)
+                while at < width_of(ends):
+                    retire_run(heap, pick(page, at), pick(now, at), owner=False)
+                    at = first_lane(ends & (lane_index(ends) > at))
 
 
 @triton.jit(noinline=True)
