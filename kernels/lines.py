@@ -113,6 +113,7 @@ def leave_account(heap, page, now, counts, speaks, runs: tl.constexpr = True):
     above = out + counts > half
     crossed = slab & (out > 0) & (out <= half) & above & ((now & SPANNED) == 0)
     ends = speaks & ((now & (RUN + OUT_MASK)) == RUN)
+    # (Mostly nothing follows, and what code is passed by costs time, too.)
     if any_lane(crossed | idle | ends):
         row = layout.class_row(heap, layout.page_class(now)) + (page >> 6)
         tl.atomic_or(row, layout.bit_of(page), mask=crossed, sem="relaxed")
