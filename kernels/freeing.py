@@ -70,6 +70,18 @@ def free_scalar(heap, records, last, addr, inside, page, granule):
 
 
 @triton.jit
+def free_some(heap, addr, given, freed, page):
+    """What follows in a block in which only the ``freed`` lanes of those ``given`` cleared a bit."""
+    failed = given & (freed == 0)
+    at = first_lane(failed)
+    while at < width(failed):
+        report_wrong(heap, pick(addr, at))
+        at = first_lane(failed & (lane_index(failed) > at))
+    count_frees(heap, count_lanes(freed))
+    leave_slots(heap, page, freed)
+
+
+@triton.jit
 def free_block(heap, records, last, addr, given, active, page, granule):
     """free of a block. The ``active`` lanes of those ``given`` lie in the heap."""
     ptr, bit = live_bit(records, page, granule)
@@ -93,6 +105,7 @@ def free_block(heap, records, last, addr, given, active, page, granule):
     turn, bits = speak_for(granule, unit, before, further)
     speaks = active & (turn == 0)
     counts = further + 1
+    leads = before == 0
     # (The word of the first page, for its magazine; or those of a few, to see if all are alike.)
     sample = lane
     near = page
@@ -109,52 +122,43 @@ def free_block(heap, records, last, addr, given, active, page, granule):
     kind = tl.max(tl.where(looks, cls, 0), axis=0)
     several = (together == 0) & any_lane(looks & (cls != kind))
     wrong = tl.where(speaks, (old & bits) ^ bits, 0)
-    if any_lane((wrong != 0) | (given & (active == 0))):
-        hit = wrong != 0
-        if together:
-            hit = heard(page, granule, wrong)
-        active = active & (hit == 0)
-        together = together != together
-        one_page = together
-        several = together
-        failed = given & (active == 0)
-        at = first_lane(failed)
-        while at < width(failed):
-            report_wrong(heap, pick(addr, at))
-            at = first_lane(failed & (lane > at))
-    count_frees(heap, count_lanes(active))
-    kept = first < 0
-    if one_page:
-        state = pick(word, 0)
-        alike_slots = (count == 1) | (layout.class_bytes(kind) == unit << 4)
-        if ((state & SLAB) != 0) & alike_slots:
-            span = layout.span_of(first_page, first, count, kind)
-            put_span(heap, last, kind, span, state, first >= 0)
-            kept = first >= 0
-    if kept == 0:
-        counts = tl.where(together, counts, 1)
-        speaks = active & (tl.where(together, before, 0) == 0)
-        if several:
-            page, counts, speaks = put_lanes(heap, last, page, granule, word, active)
-        change = counts.to(tl.int64)
-        ptr = layout.page_word_ptr(heap, page)
-        now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change
-        if together & (first + count * unit > 4096):
-            # The pages follow one another: a few lanes retire them.
-            few = tl.arange(0, 16)
-            done = first * 0
-            pages = (first + count * unit + 4095) >> 12
-            while done < pages:
-                number = done + few
-                lead = tl.where(number > 0, divide((number << 12) - first + unit - 1, unit), 0)
-                inside = (number < pages) & (lead < count)
-                lead = tl.where(inside, lead, 0)
-                words = tl.gather(now, lead, 0)
-                left = tl.gather(counts, lead, 0)
-                leave_account(heap, first_page + number, words, left, inside)
-                done += 16
-        else:
-            leave_account(heap, page, now, counts, speaks)
+    if any_lane((wrong != 0) | (given & (active == 0))) == 0:
+        count_frees(heap, count)
+        kept = first < 0
+        if one_page:
+            state = pick(word, 0)
+            alike_slots = (count == 1) | (layout.class_bytes(kind) == unit << 4)
+            if ((state & SLAB) != 0) & alike_slots:
+                span = layout.span_of(first_page, first, count, kind)
+                put_span(heap, last, kind, span, state, first >= 0)
+                kept = first >= 0
+        if kept == 0:
+            speaks = active & leads
+            if several:
+                page, counts, speaks = put_lanes(heap, last, page, granule, word, active)
+            change = counts.to(tl.int64)
+            ptr = layout.page_word_ptr(heap, page)
+            now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change
+            if (together == 0) | (first + count * unit <= 4096):
+                leave_account(heap, page, now, counts, speaks)
+            else:
+                # The pages follow one another: a few lanes retire them.
+                few = tl.arange(0, 16)
+                done = first * 0
+                pages = (first + count * unit + 4095) >> 12
+                while done < pages:
+                    number = done + few
+                    lead = tl.where(number > 0, divide((number << 12) - first + unit - 1, unit), 0)
+                    inside = (number < pages) & (lead < count)
+                    lead = tl.where(inside, lead, 0)
+                    words = tl.gather(now, lead, 0)
+                    left = tl.gather(counts, lead, 0)
+                    leave_account(heap, first_page + number, words, left, inside)
+                    done += 16
+    else:
+        # (Lanes that are not together spoke for themselves alone.)
+        hit = heard(page, granule, wrong) & (together | (wrong != 0))
+        free_some(heap, addr, given, active & (hit == 0), page)
 
 
 @triton.jit

@@ -53,19 +53,16 @@ NUM_CLASSES = tl.constexpr(38)
 MAX_SLOT = tl.constexpr(1 << 15)
 
 # Immutable words. (What is needed together shares a sector of 32 bytes, since each is a wait for a
-# program that has just begun: the first four of a malloc or free by a magazine, then four of a
-# ticket.)
-LAST_MAGAZINE = tl.constexpr(0)
+# program that has just begun: the first four are all of a free, and of a malloc by a magazine.)
+MAGAZINES_AND_CHUNKS = tl.constexpr(0)  # the number of the last magazine; from bit 32 on, chunks
 BASE = tl.constexpr(1)
 PAGE_RECORDS = tl.constexpr(2)
-PAGES = tl.constexpr(3)  # 0 in a heap that grows: see EXTENT
+PAGES_AND_ROWS = tl.constexpr(3)  # 0 pages in a heap that grows: see EXTENT
 LINES = tl.constexpr(4)
 PLACES = tl.constexpr(5)
-CHUNKS = tl.constexpr(6)
-STRIPES_AND_RING = tl.constexpr(7)
-ROWS = tl.constexpr(8)
-BELL = tl.constexpr(9)  # address of the word that asks the host for more pages, or 0
-MAGIC_WORD = tl.constexpr(10)
+STRIPES_AND_RING = tl.constexpr(6)
+BELL = tl.constexpr(7)  # address of the word that asks the host for more pages, or 0
+MAGIC_WORD = tl.constexpr(8)
 
 # Mutable words at fixed places.
 ERRORS = tl.constexpr(32)
@@ -119,9 +116,9 @@ IN_ROWS = tl.constexpr(-1)
 
 
 @triton.constexpr_function
-def immutable_load(word):
-    """The PTX of :func:`load_immutable`. (The compiler then has no address to compute.)"""
-    return f"ld.global.nc.b64 $0, [$1+{8 * word}];"
+def immutable_load(bits, byte):
+    """The PTX of loads of what never changes. (The compiler then has no address to compute.)"""
+    return f"ld.global.nc.b{bits} $0, [$1+{byte}];"
 
 
 @triton.jit
@@ -132,8 +129,17 @@ def load_immutable(heap, word: tl.constexpr):
     would be repeated after every acquire and every barrier, each time from beyond the first-level
     cache, which an acquire empties.
     """
-    load: tl.constexpr = immutable_load(word)
+    load: tl.constexpr = immutable_load(64, 8 * word)
     return assembly(load, "=l,l", (heap,), tl.int64, True) if has_ptx() else tl.load(heap + word)
+
+
+@triton.jit
+def load_half(heap, word: tl.constexpr, upper: tl.constexpr):
+    """The lower or ``upper`` half of such a word (int32)."""
+    # (Loaded by itself, since what both halves need would stay in registers in between.)
+    load: tl.constexpr = immutable_load(32, 8 * word + 4 * upper)
+    half = (load_immutable(heap, word) >> (32 * upper)).to(tl.int32)
+    return assembly(load, "=r,l", (heap,), tl.int32, True) if has_ptx() else half
 
 
 @triton.jit
@@ -168,7 +174,7 @@ def load_records(heap):
 def load_pages(heap):
     """How many pages the heap has (int32). In a heap that grows, this many have a record; it never
     becomes less."""
-    pages = load_immutable(heap, PAGES).to(tl.int32)
+    pages = load_half(heap, PAGES_AND_ROWS, 0)
     if pages == 0:
         copy = program_index() & (EXTENT_COPIES - 1)
         pages = load_one(heap + EXTENT + copy)
@@ -179,19 +185,19 @@ def load_pages(heap):
 def load_chunks(heap):
     """How many chunks the heap has (int32), or may have, if it grows: rows are that long, and
     zeros where there are no pages yet."""
-    return load_immutable(heap, CHUNKS).to(tl.int32)
+    return load_half(heap, MAGAZINES_AND_CHUNKS, 1)
 
 
 @triton.jit
 def free_row(heap):
     """The words of the free pages, one per chunk."""
-    return heap + load_immutable(heap, ROWS)
+    return heap + load_half(heap, PAGES_AND_ROWS, 1)
 
 
 @triton.jit
 def class_row(heap, cls):
     """The words of the pages of class ``cls`` that have room for half of their slots."""
-    return free_row(heap) + (cls + 1).to(tl.int64) * load_immutable(heap, CHUNKS)
+    return free_row(heap) + (cls + 1).to(tl.int64) * load_chunks(heap)
 
 
 @triton.jit
@@ -313,7 +319,7 @@ def bit_of(page):
 @triton.jit
 def last_magazine(heap):
     """The number (int32) of the last magazine: one less than a power of two."""
-    return load_immutable(heap, LAST_MAGAZINE).to(tl.int32)
+    return load_half(heap, MAGAZINES_AND_CHUNKS, 0)
 
 
 @triton.jit

@@ -149,12 +149,10 @@ class Geometry:
             layout.BASE: base,
             layout.STRIPES_AND_RING: self.stripes + (self.ring.bit_length() - 1 << 16),
             layout.PAGE_RECORDS: self.records,
-            layout.ROWS: self.rows,
             layout.PLACES: self.places,
-            layout.CHUNKS: self.chunks,
-            layout.LAST_MAGAZINE: self.magazines - 1,
+            layout.MAGAZINES_AND_CHUNKS: self.magazines - 1 + (self.chunks << 32),
             layout.LINES: self.lines_at,
-            layout.PAGES: 0 if self.grows else self.pages,
+            layout.PAGES_AND_ROWS: (0 if self.grows else self.pages) + (self.rows << 32),
             layout.BELL: bell,
         }
         words = [0] * (max(field.value for field in fields) + 1)

@@ -284,8 +284,8 @@ ALL = (
     Mutant(
         name="wrong_lanes_pay",
         file="freeing.py",
-        old="        active = active & (hit == 0)\n",
-        new="",
+        old="given, active & (hit == 0), page)",
+        new="given, active, page)",
         breaks="lanes whose slots were free already take others out of the account",
         scenario="two_frees_of_two_lanes",
     ),
