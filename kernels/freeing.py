@@ -71,7 +71,7 @@ def free_scalar(heap, records, last, addr, inside, page, granule):
 
 @triton.jit
 def free_some(heap, addr, given, freed, page):
-    """What follows in a block in which only the ``freed`` lanes of those ``given`` cleared a bit."""
+    """What follows in a block if only the ``freed`` lanes of those ``given`` cleared their bits."""
     failed = given & (freed == 0)
     at = first_lane(failed)
     while at < width(failed):
