@@ -6,13 +6,13 @@ import triton.language as tl
 from . import layout
 from .addresses import locate, run_head
 from .atomics import atomic_load, fence
-from .bits import divide
+from .bits import divide, lsr
 from .error_record import record_error
 from .groups import GROUP
 from .lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick, width
 from .layout import E_DOUBLE_FREE, E_INVALID_FREE, ERRORS, FREES, HINT_STRIDE, OUT_MASK, RUN, SLAB
 from .lines import leave_account, leave_slots, retire_run
-from .live import heard, live_bit, speak_for
+from .live import live_bit, speak_for
 from .magazines import put_lanes, put_span
 
 
@@ -69,16 +69,16 @@ def free_scalar(heap, records, last, addr, inside, page, granule):
         report_wrong(heap, addr)
 
 
-@triton.jit
-def free_some(heap, addr, given, freed, page):
-    """What follows in a block if only the ``freed`` lanes of those ``given`` cleared their bits."""
-    failed = given & (freed == 0)
-    at = first_lane(failed)
-    while at < width(failed):
-        report_wrong(heap, pick(addr, at))
-        at = first_lane(failed & (lane_index(failed) > at))
-    count_frees(heap, count_lanes(freed))
-    leave_slots(heap, page, freed)
+@triton.jit(noinline=True)
+def free_one(heap, addr, page, lost):
+    """What follows for one lane of a block in which not all bits were cleared (int64 and int32
+    scalars): its slot leaves the account or, if it was ``lost``, a report. Returns 0."""
+    if lost == 0:
+        count_frees(heap, lost + 1)
+        leave_slots(heap, page, lost == 0)
+    else:
+        report_wrong(heap, addr)
+    return page * 0
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def free_block(heap, records, last, addr, given, active, page, granule):
     orderly = (active == (lane < count)) & ((active == 0) | there)
     together = (count > 0) & (unit > 0) & (unit <= 2048)
     together = together & (count_lanes(orderly) == active.shape[0])
-    one_page = together & (first + count * unit <= 4096) & (count * unit <= 2048)
+    spans = together & (first + count * unit <= 4096) & (count * unit <= 2048)
     # (One lane for several slots only if they all are in order.)
     unit = tl.where(together, unit, 4096)
     before = tl.where(together, tl.minimum(lane, divide(granule, unit)), 0)
@@ -105,7 +105,6 @@ def free_block(heap, records, last, addr, given, active, page, granule):
     turn, bits = speak_for(granule, unit, before, further)
     speaks = active & (turn == 0)
     counts = further + 1
-    leads = before == 0
     # (The word of the first page, for its magazine; or those of a few, to see if all are alike.)
     sample = lane
     near = page
@@ -114,7 +113,7 @@ def free_block(heap, records, last, addr, given, active, page, granule):
         sample = tl.arange(0, GROUP)
         near = tl.gather(page, sample, 0)
         looks = tl.gather(active.to(tl.int32), sample, 0) != 0
-    looks = looks & (sample < tl.where(together == 0, GROUP, tl.where(one_page, 1, 0)))
+    looks = looks & (sample < tl.where(together == 0, GROUP, tl.where(spans, 1, 0)))
     word = atomic_load(layout.page_word_ptr(heap, near), looks)
     old = tl.atomic_and(ptr, bits ^ -1, mask=speaks, sem="relaxed")
     # (Behind the atomics, so that they do not wait for what was loaded.)
@@ -124,16 +123,15 @@ def free_block(heap, records, last, addr, given, active, page, granule):
     wrong = tl.where(speaks, (old & bits) ^ bits, 0)
     if any_lane((wrong != 0) | (given & (active == 0))) == 0:
         count_frees(heap, count)
-        kept = first < 0
-        if one_page:
+        if spans:
             state = pick(word, 0)
             alike_slots = (count == 1) | (layout.class_bytes(kind) == unit << 4)
-            if ((state & SLAB) != 0) & alike_slots:
+            spans = ((state & SLAB) != 0) & alike_slots
+            if spans:
                 span = layout.span_of(first_page, first, count, kind)
                 put_span(heap, last, kind, span, state, first >= 0)
-                kept = first >= 0
-        if kept == 0:
-            speaks = active & leads
+        if spans == 0:
+            speaks = active & (before == 0)
             if several:
                 page, counts, speaks = put_lanes(heap, last, page, granule, word, active)
             change = counts.to(tl.int64)
@@ -143,11 +141,10 @@ def free_block(heap, records, last, addr, given, active, page, granule):
                 leave_account(heap, page, now, counts, speaks)
             else:
                 # The pages follow one another: a few lanes retire them.
-                few = tl.arange(0, 16)
                 done = first * 0
                 pages = (first + count * unit + 4095) >> 12
                 while done < pages:
-                    number = done + few
+                    number = done + tl.arange(0, 16)
                     lead = tl.where(number > 0, divide((number << 12) - first + unit - 1, unit), 0)
                     inside = (number < pages) & (lead < count)
                     lead = tl.where(inside, lead, 0)
@@ -156,9 +153,15 @@ def free_block(heap, records, last, addr, given, active, page, granule):
                     leave_account(heap, first_page + number, words, left, inside)
                     done += 16
     else:
-        # (Lanes that are not together spoke for themselves alone.)
-        hit = heard(page, granule, wrong) & (together | (wrong != 0))
-        free_some(heap, addr, given, active & (hit == 0), page)
+        # For each lane: those that are together spoke for all whose word it was.
+        shared = page * layout.LIVE_WORDS + (granule & 63)
+        at = first_lane(given)
+        while at < width(given):
+            spoke = (lane == at) | (together & (shared == pick(shared, at)))
+            hit = spoke & ((lsr(wrong, (pick(granule, at) >> 6).to(tl.int64)) & 1) != 0)
+            lost = any_lane(hit) | (pick(active.to(tl.int32), at) == 0)
+            free_one(heap, pick(addr, at), pick(page, at), lost.to(tl.int32))
+            at = first_lane(given & (lane > at))
 
 
 @triton.jit
