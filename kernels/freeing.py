@@ -159,7 +159,7 @@ def free_block(heap, records, last, addr, given, active, page, granule):
         while at < width(given):
             spoke = (lane == at) | (together & (shared == pick(shared, at)))
             hit = spoke & ((lsr(wrong, (pick(granule, at) >> 6).to(tl.int64)) & 1) != 0)
-            lost = any_lane(hit) | (pick(active.to(tl.int32), at) == 0)
+            lost = any_lane(hit | ((lane == at) & (active == 0)))
             free_one(heap, pick(addr, at), pick(page, at), lost.to(tl.int32))
             at = first_lane(given & (lane > at))
 

@@ -284,8 +284,8 @@ ALL = (
     Mutant(
         name="wrong_lanes_pay",
         file="freeing.py",
-        old="lost = any_lane(hit) | (pick(active.to(tl.int32), at) == 0)",
-        new="lost = pick(active.to(tl.int32), at) == 0",
+        old="lost = any_lane(hit | ((lane == at) & (active == 0)))",
+        new="lost = any_lane((lane == at) & (active == 0))",
         breaks="lanes whose slots were free already take others out of the account",
         scenario="two_frees_of_two_lanes",
     ),
