@@ -104,6 +104,7 @@ def free_block(heap, records, last, addr, given, active, page, granule):
     further = tl.where(together, tl.minimum(count - 1 - lane, divide(4095 - granule, unit)), 0)
     turn, bits = speak_for(granule, unit, before, further)
     speaks = active & (turn == 0)
+    leads = active & (before == 0)
     counts = further + 1
     # (The word of the first page, for its magazine; or those of a few, to see if all are alike.)
     sample = lane
@@ -131,14 +132,13 @@ def free_block(heap, records, last, addr, given, active, page, granule):
                 span = layout.span_of(first_page, first, count, kind)
                 put_span(heap, last, kind, span, state, first >= 0)
         if spans == 0:
-            speaks = active & (before == 0)
             if several:
-                page, counts, speaks = put_lanes(heap, last, page, granule, word, active)
+                page, counts, leads = put_lanes(heap, last, page, granule, word, active)
             change = counts.to(tl.int64)
             ptr = layout.page_word_ptr(heap, page)
-            now = tl.atomic_add(ptr, -change, mask=speaks, sem="relaxed") - change
+            now = tl.atomic_add(ptr, -change, mask=leads, sem="relaxed") - change
             if (together == 0) | (first + count * unit <= 4096):
-                leave_account(heap, page, now, counts, speaks)
+                leave_account(heap, page, now, counts, leads)
             else:
                 # The pages follow one another: a few lanes retire them.
                 done = first * 0
@@ -154,7 +154,7 @@ def free_block(heap, records, last, addr, given, active, page, granule):
                     done += 16
     else:
         # For each lane: those that are together spoke for all whose word it was.
-        shared = page * layout.LIVE_WORDS + (granule & 63)
+        shared = (page << 6) + (granule & 63)
         at = first_lane(given)
         while at < width(given):
             spoke = (lane == at) | (together & (shared == pick(shared, at)))
