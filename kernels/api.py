@@ -14,7 +14,7 @@ from .debug.block_table import control_block, is_debug
 from .debug.guarded_calls import free_guarded, malloc_guarded, realloc_guarded, usable_guarded
 from .debug.pointers import checked_addresses, is_checked, of_heap
 from .freeing import free_any
-from .lanes import axes, is_block
+from .lanes import axes
 from .payload import fill
 
 
@@ -69,6 +69,9 @@ def with_mask(x, mask):
     if mask is not None:
         # (Not `active & mask`: the interpreter would keep that as integers.)
         active = tl.where(mask, values * 0 + 1, 0) != 0
+        if mask is False:
+            # (Triton 3.6 fails to compile a block's request if it knows that no lane takes part.)
+            active = values * 0 + tl.program_id(0) < 0
     return values, active
 
 
@@ -81,8 +84,7 @@ def as_request(heap, x, mask):
     tl.static_assert(axes(x) < 2, "requests are a scalar or a 1-D block: flatten it (tl.ravel)")
     tl.static_assert(is_flag(mask), "a mask is of bool: compare integers with != 0")
     tl.static_assert(axes(mask) < 2, "a mask is a scalar or a 1-D block: flatten it (tl.ravel)")
-    if is_block(x):
-        tl.static_assert(as_long_as(mask, x), "a mask is a scalar or as long as the request")
+    tl.static_assert(axes(x) == 0 or as_long_as(mask, x), "mask: scalar or as long as the request")
     values, active = with_mask(x, mask)
     return values + active.to(tl.int64) * 0, of_heap(heap, active)
 
@@ -188,8 +190,7 @@ def realloc(heap, addr, nbytes, mask=None, tag=None):
     tl.static_assert(as_long_as(mask, addr), "realloc: a mask is as long as addresses, or scalar")
     old, _all = as_request(heap, addr, mask)
     sizes, active = as_request(heap, nbytes + old * 0, mask)
-    if tag is not None:
-        tl.static_assert(is_tag(tag, sizes), "a tag is an integer, or one for each request")
+    tl.static_assert(tag is None or is_tag(tag, sizes), "a tag is an integer, or one per request")
     if is_debug(heap):
         new = realloc_guarded(control_block(heap), old + sizes * 0, sizes, active, tag)
     else:

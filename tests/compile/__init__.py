@@ -5,6 +5,7 @@ reference       a kernel that compile times are measured against
 cases           what is compiled: these kernels and the kernels' own entry points
 targets         compiles one case for one target and reads its resources
 measure         runs targets in processes that do not interpret
+constant_mask   compiles a request of which no lane takes part
 release         whether an ordinary heap's code knows of debug heaps
 budget          the committed limits, and how a measurement is compared with them
 update          writes the limits from a measurement

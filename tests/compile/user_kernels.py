@@ -119,3 +119,11 @@ def probe_kernel(heap, out):
         old = probe_cold(heap, old)
     tl.atomic_or(heap + 1, old, sem="relaxed")
     tl.store(out, old)
+
+
+@triton.jit
+def never_lanes(heap, out, LANES: tl.constexpr):
+    size = tl.full((LANES,), 64, tl.int64)
+    addr = da.malloc(heap, size, False)
+    da.free(heap, addr, False)
+    tl.store(out + tl.arange(0, LANES), addr)

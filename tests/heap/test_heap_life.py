@@ -424,7 +424,7 @@ def constant_kernel(heap, out, N: tl.constexpr):
         (fraction_kernel, "sizes and addresses are integers"),
         (fractions_kernel, "sizes and addresses are integers"),
         (wide_mask_kernel, "a mask is a scalar or a 1-D block"),
-        (short_mask_kernel, "a mask is a scalar or as long as the request"),
+        (short_mask_kernel, "mask: scalar or as long as the request"),
         (long_mask_kernel, "free: a mask is as long as addresses"),
         (rows_mask_kernel, "a mask is a scalar or a 1-D block"),
         (integers_mask_kernel, "a mask is of bool"),
