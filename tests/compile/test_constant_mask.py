@@ -9,6 +9,6 @@ from tests.compile.measure import finish_child, start_child
 @pytest.mark.slow
 @pytest.mark.oldest
 def test_a_block_of_which_no_lane_asks_compiles() -> None:
-    """Triton 3.6 fails where it knows that no lane takes part: the kernels do not let it."""
+    """Triton 3.6 fails where it knows that no lane takes part: a mask of False has to hide it."""
     found = finish_child(start_child(module="tests.compile.constant_mask"))
     assert found == {"name": "never_lanes"}
