@@ -10,8 +10,8 @@ from .bits import divide, lsr
 from .error_record import record_error
 from .groups import GROUP
 from .lanes import any_lane, count_lanes, first_lane, is_block, lane_index, pick, width
-from .layout import E_DOUBLE_FREE, E_INVALID_FREE, ERRORS, FREES, HINT_STRIDE, OUT_MASK, RUN, SLAB
-from .lines import leave_account, leave_slots, retire_run
+from .layout import E_DOUBLE_FREE, E_INVALID_FREE, ERRORS, FREES, KEPT, OUT_MASK, RUN, SLAB
+from .lines import leave_account, leave_slots, retire, retire_run
 from .live import live_bit, speak_for
 from .magazines import put_lanes, put_span
 
@@ -42,7 +42,7 @@ def count_frees(heap, count):
     """Count ``count`` (int32 scalar) blocks that were freed."""
     # (As a block of different addresses: for one, the assembler adds code to collect lanes.)
     lane = tl.arange(0, 32)
-    ptr = layout.hint_ptr(heap) + FREES + lane * HINT_STRIDE
+    ptr = layout.hint_ptr(heap) + FREES + lane
     tl.atomic_add(ptr, count.to(tl.int64), mask=lane == 0, sem="relaxed")
 
 
@@ -97,7 +97,8 @@ def free_block(heap, records, last, addr, given, active, page, granule):
     orderly = (active == (lane < count)) & ((active == 0) | there)
     together = (count > 0) & (unit > 0) & (unit <= 2048)
     together = together & (count_lanes(orderly) == active.shape[0])
-    spans = together & (first + count * unit <= 4096) & (count * unit <= 2048)
+    pages = (first + count * unit + 4095) >> 12
+    spans = together & (pages == 1) & (count * unit <= 2048)
     # (One lane for several slots only if they all are in order.)
     unit = tl.where(together, unit, 4096)
     before = tl.where(together, tl.minimum(lane, divide(granule, unit)), 0)
@@ -106,7 +107,7 @@ def free_block(heap, records, last, addr, given, active, page, granule):
     speaks = active & (turn == 0)
     leads = active & (before == 0)
     counts = further + 1
-    # (The word of the first page, for its magazine; or those of a few, to see if all are alike.)
+    # (The words of pages that follow one another; or of a few, to see if all are alike.)
     sample = lane
     near = page
     looks = active
@@ -114,7 +115,8 @@ def free_block(heap, records, last, addr, given, active, page, granule):
         sample = tl.arange(0, GROUP)
         near = tl.gather(page, sample, 0)
         looks = tl.gather(active.to(tl.int32), sample, 0) != 0
-    looks = looks & (sample < tl.where(together == 0, GROUP, tl.where(spans, 1, 0)))
+    near = tl.where(together, first_page + sample, near)
+    looks = tl.where(together, sample < pages, looks)
     word = atomic_load(layout.page_word_ptr(heap, near), looks)
     old = tl.atomic_and(ptr, bits ^ -1, mask=speaks, sem="relaxed")
     # (Behind the atomics, so that they do not wait for what was loaded.)
@@ -134,24 +136,20 @@ def free_block(heap, records, last, addr, given, active, page, granule):
         if spans == 0:
             if several:
                 page, counts, leads = put_lanes(heap, last, page, granule, word, active)
+            elif together:
+                # Pages of which nothing else is out are retired at once, by a few lanes.
+                lead = tl.where(sample > 0, divide((sample << 12) - first + unit - 1, unit), 0)
+                left = tl.gather(counts, tl.where(looks & (lead < count), lead, 0), 0)
+                whole = looks & (lead < count) & (layout.page_out(word) == left)
+                whole = whole & ((word & (KEPT + SLAB)) == SLAB)
+                gone = retire(heap, near, word, whole, left <= layout.page_half(word))
+                nth = tl.where(leads, page - first_page, 0)
+                gone = tl.gather(gone.to(tl.int32), tl.minimum(nth, width(near) - 1), 0)
+                leads = leads & ((gone == 0) | (nth >= width(near)))
             change = counts.to(tl.int64)
             ptr = layout.page_word_ptr(heap, page)
             now = tl.atomic_add(ptr, -change, mask=leads, sem="relaxed") - change
-            if (together == 0) | (first + count * unit <= 4096):
-                leave_account(heap, page, now, counts, leads)
-            else:
-                # The pages follow one another: a few lanes retire them.
-                done = first * 0
-                pages = (first + count * unit + 4095) >> 12
-                while done < pages:
-                    number = done + tl.arange(0, 16)
-                    lead = tl.where(number > 0, divide((number << 12) - first + unit - 1, unit), 0)
-                    inside = (number < pages) & (lead < count)
-                    lead = tl.where(inside, lead, 0)
-                    words = tl.gather(now, lead, 0)
-                    left = tl.gather(counts, lead, 0)
-                    leave_account(heap, first_page + number, words, left, inside)
-                    done += 16
+            leave_account(heap, page, now, counts, leads)
     else:
         # For each lane: those that are together spoke for all whose word it was.
         shared = (page << 6) + (granule & 63)

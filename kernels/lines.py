@@ -54,8 +54,9 @@ def ticket_place(word, rank, slots):
 
 @triton.jit
 def retire(heap, page, word, idle, listed):
-    """Make the ``idle`` pages free, which have nothing out by their words, unless another program
-    has come to them since. Returns which. Those ``listed`` may be in the row of their class."""
+    """Make the ``idle`` pages free, of which by their words nothing is out, or only what the caller
+    frees, unless another program has come to them since. Returns which. Those ``listed`` may be in
+    the row of their class."""
     lane = lane_index(page)
     ptr = layout.page_word_ptr(heap, page)
     if is_block(page):

@@ -349,6 +349,22 @@ ALL = (
         ),
         plan=mostly(20),
     ),
+    # A block frees all that is out of a page that another program has found with room.
+    Scenario(
+        "whole_or_reserve",
+        pages=1,
+        magazines=0,
+        before=(2 * EIGHTH,) * 4,
+        script=(
+            (free(0), free_lanes(1)),
+            (malloc(5, 2 * EIGHTH), free(5)),
+            (malloc(6, THIRD), free(6)),
+        ),
+        plan=(
+            *directed(Turn(0, "retire"), Turn(1, "claim_others"), Turn(0), Turn(1)),
+            *mostly(20),
+        ),
+    ),
     # A block and a scalar leave one page.
     Scenario(
         "block_and_scalar",
@@ -412,6 +428,16 @@ ALL = (
         opened=1,
         nulls=False,
         script=((malloc(0, WORD), free(0), malloc(1, WORD), free(1), malloc(2, WORD)),),
+        plan=ONCE,
+    ),
+    # ... if a block frees all that is out of it, too.
+    Scenario(
+        "kept_by_a_block",
+        pages=2,
+        magazines=0,
+        opened=1,
+        nulls=False,
+        script=((malloc(0, THIRD), malloc(1, THIRD), free_lanes(0), malloc(4, THIRD)),),
         plan=ONCE,
     ),
     # One whose place is used up does not outlast its slots.
