@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from benchmarks.device import bench_growing
 from benchmarks.results import read_rows
+from tests.conftest import ON_GPU
 
 
+@pytest.mark.skipif(ON_GPU, reason="on a GPU it takes long: run devalloc bench growing")
 def test_the_command_writes_rows(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--rounds", "1", "--out", str(tmp_path)]
     done = CliRunner().invoke(bench_growing.main, options)

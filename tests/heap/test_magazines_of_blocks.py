@@ -5,20 +5,22 @@ import torch
 
 from benchmarks.device import workloads as work
 from devalloc import DoubleFree, Heap
+from tests.support import DEVICE
 
 LANES = 32
 
 
 @pytest.fixture
 def heap() -> Heap:
-    with Heap("16MiB", device="cpu") as heap:
+    with Heap("16MiB") as heap:
         yield heap
         heap.check()
         heap.audit()
 
 
 def malloc(heap: Heap, sizes: torch.Tensor, lanes: int = LANES) -> torch.Tensor:
-    addrs = torch.zeros(len(sizes), dtype=torch.int64)
+    sizes = sizes.to(DEVICE)
+    addrs = torch.zeros_like(sizes)
     grid = (-(-len(sizes) // lanes),)
     work.malloc_mixed_kernel[grid](heap.handle, sizes, addrs, len(sizes), LANES=lanes)
     assert bool((addrs != 0).all())
@@ -42,10 +44,10 @@ def two_classes(blocks: int) -> torch.Tensor:
 @pytest.mark.parametrize("lanes", [16, LANES, 4 * LANES])
 def test_each_lane_finds_the_slot_that_it_freed(heap: Heap, lanes: int) -> None:
     chance = torch.Generator().manual_seed(5)
-    sizes = torch.randint(16, 8193, (8 * LANES,), generator=chance)
+    sizes = torch.randint(16, 8193, (8 * LANES,), generator=chance).to(DEVICE)
     addrs = malloc(heap, sizes, lanes)
     for _ in range(3):
-        chosen = torch.rand(len(sizes), generator=chance) < 0.5
+        chosen = (torch.rand(len(sizes), generator=chance) < 0.5).to(DEVICE)
         free(heap, torch.where(chosen, addrs, 0), lanes)
         assert in_magazines(heap) == int(chosen.sum())
         again = torch.zeros_like(addrs)
@@ -69,8 +71,8 @@ def test_lanes_that_ask_for_other_sizes_give_the_slots_back(heap: Heap) -> None:
 
 def test_a_magazine_has_at_most_half_a_page(heap: Heap) -> None:
     """Lanes in turn free half a page, more than that, a run, and nothing."""
-    sizes = torch.tensor([32768, 21840, 65537, 0]).repeat(8)
-    addrs = torch.zeros(LANES, dtype=torch.int64)
+    sizes = torch.tensor([32768, 21840, 65537, 0], device=DEVICE).repeat(8)
+    addrs = torch.zeros_like(sizes)
     work.malloc_mixed_kernel[(1,)](heap.handle, sizes, addrs, LANES, LANES=LANES)
     free(heap, addrs)
     assert in_magazines(heap) == 16
@@ -81,7 +83,7 @@ def test_a_magazine_has_at_most_half_a_page(heap: Heap) -> None:
 
 def test_a_double_free_of_lanes_leaves_nothing_in_magazines(heap: Heap) -> None:
     addrs = malloc(heap, two_classes(1))
-    free(heap, torch.where(torch.arange(LANES) // 2 == 3, addrs, 0))
+    free(heap, torch.where(torch.arange(LANES, device=DEVICE) // 2 == 3, addrs, 0))
     assert in_magazines(heap) == 2
     free(heap, addrs)
     with pytest.raises(DoubleFree):
