@@ -127,3 +127,10 @@ def test_whole_pages_where_no_so_many_are_adjacent(heap: Heap) -> None:
     assert not taken & set((kept >> 16).tolist())
     free(heap, addrs, 128)
     free(heap, kept.contiguous(), 1)
+
+
+def test_a_block_frees_more_pages_than_it_looks_at(heap: Heap) -> None:
+    """128 lanes of 32 KiB fill 64 pages: 32 are retired whole, the others slot by slot."""
+    free(heap, malloc(heap, torch.full((128,), 32768), 128), 128)
+    heap.audit()
+    assert heap.stats().free == heap.capacity
