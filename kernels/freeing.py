@@ -99,31 +99,33 @@ def free_block(heap, records, last, addr, given, active, page, granule):
     together = together & (count_lanes(orderly) == active.shape[0])
     pages = (first + count * unit + 4095) >> 12
     spans = together & (pages == 1) & (count * unit <= 2048)
-    # (One lane for several slots only if they all are in order.)
-    unit = tl.where(together, unit, 4096)
-    before = tl.where(together, tl.minimum(lane, divide(granule, unit)), 0)
-    further = tl.where(together, tl.minimum(count - 1 - lane, divide(4095 - granule, unit)), 0)
-    turn, bits = speak_for(granule, unit, before, further)
-    speaks = active & (turn == 0)
-    leads = active & (before == 0)
-    counts = further + 1
-    # (The words of pages that follow one another; or of a few, to see if all are alike.)
-    sample = lane
-    near = page
-    looks = active
-    if width(active) > GROUP:
-        sample = tl.arange(0, GROUP)
+    # (`near`: the pages, if they follow one another; or those of a few lanes, to see if all are
+    # alike. What only lanes in order need is passed by otherwise: it is a third of the way.)
+    few: tl.constexpr = min(width(active), GROUP)
+    sample = tl.arange(0, few)
+    if together:
+        # One lane for all slots of a word, and one for all of a page.
+        before = tl.minimum(lane, divide(granule, unit))
+        further = tl.minimum(count - 1 - lane, divide(4095 - granule, unit))
+        turn, bit = speak_for(granule, unit, before, further)
+        speaks = active & (turn == 0)
+        leads = active & (before == 0)
+        counts = further + 1
+        near = first_page + sample
+        looks = sample < pages
+    else:
+        speaks = active
+        leads = active
+        counts = lane * 0 + 1
         near = tl.gather(page, sample, 0)
         looks = tl.gather(active.to(tl.int32), sample, 0) != 0
-    near = tl.where(together, first_page + sample, near)
-    looks = tl.where(together, sample < pages, looks)
     word = atomic_load(layout.page_word_ptr(heap, near), looks)
-    old = tl.atomic_and(ptr, bits ^ -1, mask=speaks, sem="relaxed")
+    old = tl.atomic_and(ptr, bit ^ -1, mask=speaks, sem="relaxed")
     # (Behind the atomics, so that they do not wait for what was loaded.)
     cls = layout.page_class(word)
     kind = tl.max(tl.where(looks, cls, 0), axis=0)
     several = (together == 0) & any_lane(looks & (cls != kind))
-    wrong = tl.where(speaks, (old & bits) ^ bits, 0)
+    wrong = tl.where(speaks, (old & bit) ^ bit, 0)
     if any_lane((wrong != 0) | (given & (active == 0))) == 0:
         count_frees(heap, count)
         if spans:
