@@ -467,28 +467,48 @@ def test_a_kernel_wants_the_handle(argument: Callable[[Heap], object]) -> None:
 
 
 @triton.jit
-def masks_kernel(heap, flags, out, YES: tl.constexpr):
-    """Every kind of mask."""
+def masks_kernel(heap, flags, out, KIND: tl.constexpr):
+    """One kind of mask. (All kinds in one kernel would take minutes to compile.)"""
     lane = tl.arange(0, 4)
     size = tl.full((4,), 64, tl.int64)
     mask, flag = tl.load(flags + lane), tl.load(flags)
-    tl.store(out + lane, da.malloc(heap, size, mask & (lane > 0)))
-    tl.store(out + 4 + lane, da.malloc(heap, 64, ~mask | (lane == 3)))
-    tl.store(out + 8 + lane, da.malloc(heap, size, flag))
-    tl.store(out + 12 + lane, da.malloc(heap, size, tl.program_id(0) > 0))
-    tl.store(out + 16 + lane, da.malloc(heap, size, YES))
-    tl.store(out + 20 + lane, da.malloc(heap, size, False))
-    tl.store(out + 24, da.malloc(heap, 64, flag))
-    tl.store(out + 25, da.malloc(heap, 64, tl.program_id(0) > 0))
+    if KIND == "block":
+        tl.store(out + lane, da.malloc(heap, size, mask & (lane > 0)))
+    elif KIND == "block, one size":
+        tl.store(out + lane, da.malloc(heap, 64, ~mask | (lane == 3)))
+    elif KIND == "scalar":
+        tl.store(out + lane, da.malloc(heap, size, flag))
+    elif KIND == "scalar that is false":
+        tl.store(out + lane, da.malloc(heap, size, tl.program_id(0) > 0))
+    elif KIND == "constant":
+        tl.store(out + lane, da.malloc(heap, size, KIND == "constant"))
+    elif KIND == "constant that is false":
+        tl.store(out + lane, da.malloc(heap, size, False))
+    elif KIND == "one request":
+        tl.store(out, da.malloc(heap, 64, flag))
+    else:
+        tl.store(out, da.malloc(heap, 64, tl.program_id(0) > 0))
 
 
-def test_what_a_mask_may_be() -> None:
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("block", [0, 1, 0, 1]),
+        ("block, one size", [0, 0, 1, 1]),
+        ("scalar", [1] * 4),
+        ("scalar that is false", [0] * 4),
+        ("constant", [1] * 4),
+        ("constant that is false", [0] * 4),
+        ("one request", [1, 0, 0, 0]),
+        ("one request, none", [0] * 4),
+    ],
+)
+def test_what_a_mask_may_be(kind: str, wanted: list[int]) -> None:
     with Heap("1MiB") as heap:
-        out = int64([0] * 26)
+        out = int64([0] * 4)
         flags = torch.tensor([True, True, False, True], device=DEVICE)
-        masks_kernel[(1,)](heap.handle, flags, out, YES=True)
-        wanted = [[0, 1, 0, 1], [0, 0, 1, 1], [1] * 4, [0] * 4, [1] * 4, [0] * 4, [1, 0]]
-        assert (out != 0).tolist() == [bool(flag) for row in wanted for flag in row]
+        masks_kernel[(1,)](heap.handle, flags, out, KIND=kind)
+        assert (out != 0).tolist() == [bool(one) for one in wanted]
 
 
 @triton.jit
