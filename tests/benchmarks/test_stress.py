@@ -120,8 +120,8 @@ MUTANTS = {
     ),
     "a second free is accepted": (
         "double-frees",
-        Patch("freeing.py", "wrong = tl.where(speaks, (old & bits) ^ bits, 0)",
-              "wrong = tl.where(speaks, (old & bits) ^ bits, 0) & 0"),
+        Patch("freeing.py", "wrong = tl.where(speaks, (old & bit) ^ bit, 0)",
+              "wrong = tl.where(speaks, (old & bit) ^ bit, 0) & 0"),
         "audit|double frees",
     ),
     "slots that were freed stay in the account": (
