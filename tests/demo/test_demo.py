@@ -227,8 +227,9 @@ def test_a_planted_difference_is_found() -> None:
     assert f"list {vertex} has" in str(first_difference(fewer, (offsets, entries)))
 
 
+@pytest.mark.alone
 def test_the_heap_grows_by_itself(tmp_path: Path) -> None:
-    """And gives back what it does not need in the end."""
+    """And gives back what it does not need in the end. (Alone: kernels wait 0.1 s for the host.)"""
     graph = random_graph(vertices=60, edges=900, seed=5)
     with make_heap(graph.edges, None, None) as heap, Progress(disable=True) as progress:
         assert "heap that grows by itself, up to" in describe_size(heap)
