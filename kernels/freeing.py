@@ -99,10 +99,10 @@ def free_block(heap, records, last, addr, given, active, page, granule):
     together = together & (count_lanes(orderly) == active.shape[0])
     pages = (first + count * unit + 4095) >> 12
     spans = together & (pages == 1) & (count * unit <= 2048)
-    # (`near`: the pages, if they follow one another; or those of a few lanes, to see if all are
+    # (`near`: the pages, if they follow one another; or those of some lanes, to see if all are
     # alike. What only lanes in order need is passed by otherwise: it is a third of the way.)
-    few: tl.constexpr = min(width(active), GROUP)
-    sample = tl.arange(0, few)
+    samples: tl.constexpr = min(width(active), GROUP)
+    sample = tl.arange(0, samples)
     if together:
         # One lane for all slots of a word, and one for all of a page.
         before = tl.minimum(lane, divide(granule, unit))
@@ -139,7 +139,8 @@ def free_block(heap, records, last, addr, given, active, page, granule):
             if several:
                 page, counts, leads = put_lanes(heap, last, page, granule, word, active)
             elif together:
-                # Pages of which nothing else is out are retired at once, by a few lanes.
+                # Pages of which nothing else is out are retired at once, by a few lanes. (If one is
+                # not, because other programs have come to it since, its slots leave its account.)
                 lead = tl.where(sample > 0, divide((sample << 12) - first + unit - 1, unit), 0)
                 left = tl.gather(counts, tl.where(looks & (lead < count), lead, 0), 0)
                 whole = looks & (lead < count) & (layout.page_out(word) == left)

@@ -54,10 +54,10 @@ MAX_SLOT = tl.constexpr(1 << 15)
 
 # Immutable words. (What is needed together shares a sector of 32 bytes, since each is a wait for a
 # program that has just begun: the first four are all of a free, and of a malloc by a magazine.)
-MAGAZINES_AND_CHUNKS = tl.constexpr(0)  # the number of the last magazine; from bit 32 on, chunks
+MAGAZINES_AND_PAGES = tl.constexpr(0)  # the number of the last magazine; from bit 32 on, pages
 BASE = tl.constexpr(1)
 PAGE_RECORDS = tl.constexpr(2)
-PAGES_AND_ROWS = tl.constexpr(3)  # 0 pages in a heap that grows: see EXTENT
+CHUNKS_AND_ROWS = tl.constexpr(3)  # chunks; from bit 32 on, the word of the free row
 LINES = tl.constexpr(4)
 PLACES = tl.constexpr(5)
 STRIPES_AND_RING = tl.constexpr(6)
@@ -174,8 +174,9 @@ def load_records(heap):
 def load_pages(heap):
     """How many pages the heap has (int32). In a heap that grows, this many have a record; it never
     becomes less."""
-    pages = load_half(heap, PAGES_AND_ROWS, 0)
+    pages = load_half(heap, MAGAZINES_AND_PAGES, 1)
     if pages == 0:
+        # (It grows.)
         copy = program_index() & (EXTENT_COPIES - 1)
         pages = load_one(heap + EXTENT + copy)
     return pages
@@ -185,19 +186,22 @@ def load_pages(heap):
 def load_chunks(heap):
     """How many chunks the heap has (int32), or may have, if it grows: rows are that long, and
     zeros where there are no pages yet."""
-    return load_half(heap, MAGAZINES_AND_CHUNKS, 1)
+    return load_half(heap, CHUNKS_AND_ROWS, 0)
 
 
 @triton.jit
 def free_row(heap):
     """The words of the free pages, one per chunk."""
-    return heap + load_half(heap, PAGES_AND_ROWS, 1)
+    return heap + load_half(heap, CHUNKS_AND_ROWS, 1)
 
 
 @triton.jit
-def class_row(heap, cls):
-    """The words of the pages of class ``cls`` that have room for half of their slots."""
-    return free_row(heap) + (cls + 1).to(tl.int64) * load_chunks(heap)
+def class_word(heap, cls, chunk):
+    """The word of the pages of a chunk that are of class ``cls`` and have room for half of their
+    slots: one of the row of the class."""
+    # (One load, and 32 bits: a free waits for this.)
+    both = load_immutable(heap, CHUNKS_AND_ROWS)
+    return heap + ((both >> 32).to(tl.int32) + (cls + 1) * both.to(tl.int32) + chunk)
 
 
 @triton.jit
@@ -319,7 +323,7 @@ def bit_of(page):
 @triton.jit
 def last_magazine(heap):
     """The number (int32) of the last magazine: one less than a power of two."""
-    return load_half(heap, MAGAZINES_AND_CHUNKS, 0)
+    return load_half(heap, MAGAZINES_AND_PAGES, 0)
 
 
 @triton.jit

@@ -63,7 +63,7 @@ def retire(heap, page, word, idle, listed):
         ptr = tl.where(idle, ptr, layout.idle_ptr(heap, lane))
     old = atomic_cas(ptr, tl.where(idle, word, -1), tl.where(idle, word & 0, -1))
     won = idle & (old == word)
-    row = layout.class_row(heap, layout.page_class(word)) + (page >> 6)
+    row = layout.class_word(heap, layout.page_class(word), page >> 6)
     tl.atomic_and(row, layout.bit_of(page) ^ -1, mask=won & listed, sem="relaxed")
     give_pages(heap, page, won)
     return won
@@ -107,20 +107,20 @@ def leave_account(heap, page, now, counts, speaks, runs: tl.constexpr = True):
     """What follows after ``counts`` left the accounts of pages, which left their words ``now``.
     Without ``runs`` all pages are slabs."""
     out = layout.page_out(now)
-    # (What was added to a page that is free, and taken back, leaves nothing to do.)
-    slab = speaks & ((now & (KEPT + SLAB)) == SLAB)
-    idle = slab & (out == 0)
-    half = layout.page_half(now)
-    above = out + counts > half
-    crossed = slab & (out > 0) & (out <= half) & above & ((now & SPANNED) == 0)
-    ends = speaks & ((now & (RUN + OUT_MASK)) == RUN)
-    # (Mostly nothing follows, and what code is passed by costs time, too.)
-    if any_lane(crossed | idle | ends):
-        row = layout.class_row(heap, layout.page_class(now)) + (page >> 6)
-        tl.atomic_or(row, layout.bit_of(page), mask=crossed, sem="relaxed")
-        if any_lane(idle | ends):
-            retire(heap, page, now, idle, above == 0)
+    below = layout.page_half(now) - out
+    halved = (below >= 0) & (below < counts)
+    # (Mostly nothing follows, and every free waits until that is known.)
+    if any_lane(speaks & (halved | (out == 0))):
+        # (What was added to a page that is free, and taken back, leaves nothing to do.)
+        crossed = halved & (out != 0) & ((now & (KEPT + SLAB + SPANNED)) == SLAB)
+        row = layout.class_word(heap, layout.page_class(now), page >> 6)
+        tl.atomic_or(row, layout.bit_of(page), mask=speaks & crossed, sem="relaxed")
+        empty = speaks & (out == 0)
+        if any_lane(empty):
+            idle = empty & ((now & (KEPT + SLAB)) == SLAB)
+            retire(heap, page, now, idle, halved == 0)
             if runs:
+                ends = empty & ((now & RUN) != 0)
                 at = first_lane(ends)
                 while at < width_of(ends):
                     retire_run(heap, pick(page, at), pick(now, at), owner=False)
@@ -234,7 +234,7 @@ def open_places(heap, cls, slots, place, opens, front, area):
     # (Lanes that open nothing look, too, all at one place, but each program's elsewhere.)
     own = tl.where(opens, lane * 3 + place * 7, 0)
     chunk = spread(layout.program_index() * 5 + own, tl.maximum(reach - BESIDE, 0) + 1)
-    row = layout.class_row(heap, tl.where(opens, cls, layout.program_index() & 31))
+    row = layout.class_word(heap, tl.where(opens, cls, layout.program_index() & 31), 0)
     # (All under way at one time.)
     page = front * 64 + start + tl.where(opens, rank_of(opens), 0)
     page = tl.where(page < chunks * 64, page, page - chunks * 64)

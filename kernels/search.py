@@ -169,7 +169,7 @@ def search_slots(heap, cls):
                     tl.atomic_add(ptr, layout.slab_word(cls, slots), sem="relaxed")
                     tl.atomic_max(ptr + REACHED, taken & 0 | 1, sem="relaxed")
                     # (Others may use the rest, and what is free beside it.)
-                    row = layout.class_row(heap, cls) + chunk
+                    row = layout.class_word(heap, cls, chunk)
                     tl.atomic_or(row, tl.where(slots > 2, taken, 0), sem="relaxed")
                     tl.atomic_min(layout.hint_ptr(heap), chunk.to(tl.int64), sem="relaxed")
                 won = ask(heap, cls, index, taken == bit)

@@ -144,15 +144,16 @@ class Geometry:
     def header(self, base: int, bell: int = 0) -> list[int]:
         """The words that never change, from 0 on; ``base`` is the address of page 0, ``bell`` that
         of the word by which kernels ask for more pages."""
+        pages = 0 if self.grows else self.pages
         fields = {
             layout.MAGIC_WORD: layout.MAGIC.value,
             layout.BASE: base,
             layout.STRIPES_AND_RING: self.stripes + (self.ring.bit_length() - 1 << 16),
             layout.PAGE_RECORDS: self.records,
             layout.PLACES: self.places,
-            layout.MAGAZINES_AND_CHUNKS: self.magazines - 1 + (self.chunks << 32),
+            layout.MAGAZINES_AND_PAGES: self.magazines - 1 + (pages << 32),
             layout.LINES: self.lines_at,
-            layout.PAGES_AND_ROWS: (0 if self.grows else self.pages) + (self.rows << 32),
+            layout.CHUNKS_AND_ROWS: self.chunks + (self.rows << 32),
             layout.BELL: bell,
         }
         words = [0] * (max(field.value for field in fields) + 1)

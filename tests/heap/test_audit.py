@@ -95,7 +95,7 @@ def span_of_another_page(d: Damage) -> None:
 
 
 PLANTED: dict[str, tuple[str, Callable[[Damage], None]]] = {
-    "a changed geometry": ("H4: the geometry", lambda d: d.add(layout.PAGES_AND_ROWS.value, 1)),
+    "a changed geometry": ("H4: the geometry", lambda d: d.add(layout.CHUNKS_AND_ROWS.value, 1)),
     "a hint below the heap": ("H3: hints of", lambda d: d.set(layout.HINTS.value, -1)),
     "a hint beyond the heap": ("H3: hints of", lambda d: d.set(layout.HINTS.value + 8, 3)),
     "a page beyond the end": ("H2: pages beyond the heap's end", lambda d: d.row_bit(PAGES)),

@@ -187,7 +187,7 @@ def test_what_refers_to_a_heap_keeps_its_memory() -> None:
     del view
     gc.collect()
     assert len(source.live) == 1
-    assert int(handle[layout.PAGES_AND_ROWS.value]) & 0xFFFFFFFF == 4
+    assert int(handle[layout.MAGAZINES_AND_PAGES.value]) >> 32 == 4
     del handle
     gc.collect()
     assert source.live == {}
