@@ -87,6 +87,7 @@ def free_block(heap, records, last, addr, given, active, page, granule):
     ptr, bit = live_bit(records, page, granule)
     lane = lane_index(active)
     count = count_lanes(active)
+    strays = count_lanes(given) - count
     first_page = pick(page, 0)
     first = pick(granule, 0)
     # (If the pages are far apart, this may be any number. Then the lanes are not in order.)
@@ -107,26 +108,24 @@ def free_block(heap, records, last, addr, given, active, page, granule):
         # One lane for all slots of a word, and one for all of a page.
         before = tl.minimum(lane, divide(granule, unit))
         further = tl.minimum(count - 1 - lane, divide(4095 - granule, unit))
-        turn, bit = speak_for(granule, unit, before, further)
-        speaks = active & (turn == 0)
-        leads = active & (before == 0)
-        counts = further + 1
+        turn, bits = speak_for(granule, unit, before, further)
+        bit = tl.where(active & (turn == 0), bits, 0)
+        counts = tl.where(active & (before == 0), further + 1, 0)
         near = first_page + sample
         looks = sample < pages
     else:
-        speaks = active
-        leads = active
-        counts = lane * 0 + 1
+        bit = tl.where(active, bit, 0)
+        counts = active.to(tl.int32)
         near = tl.gather(page, sample, 0)
         looks = tl.gather(active.to(tl.int32), sample, 0) != 0
     word = atomic_load(layout.page_word_ptr(heap, near), looks)
-    old = tl.atomic_and(ptr, bit ^ -1, mask=speaks, sem="relaxed")
+    old = tl.atomic_and(ptr, bit ^ -1, mask=bit != 0, sem="relaxed")
     # (Behind the atomics, so that they do not wait for what was loaded.)
     cls = layout.page_class(word)
     kind = tl.max(tl.where(looks, cls, 0), axis=0)
     several = (together == 0) & any_lane(looks & (cls != kind))
-    wrong = tl.where(speaks, (old & bit) ^ bit, 0)
-    if any_lane((wrong != 0) | (given & (active == 0))) == 0:
+    wrong = (old & bit) ^ bit
+    if count_lanes(wrong != 0) + strays == 0:
         count_frees(heap, count)
         if spans:
             state = pick(word, 0)
@@ -137,7 +136,7 @@ def free_block(heap, records, last, addr, given, active, page, granule):
                 put_span(heap, last, kind, span, state, first >= 0)
         if spans == 0:
             if several:
-                page, counts, leads = put_lanes(heap, last, page, granule, word, active)
+                page, counts = put_lanes(heap, last, page, granule, word, active)
             elif together:
                 # Pages of which nothing else is out are retired at once, by a few lanes. (If one is
                 # not, because other programs have come to it since, its slots leave its account.)
@@ -146,13 +145,10 @@ def free_block(heap, records, last, addr, given, active, page, granule):
                 whole = looks & (lead < count) & (layout.page_out(word) == left)
                 whole = whole & ((word & (KEPT + SLAB)) == SLAB)
                 gone = retire(heap, near, word, whole, left <= layout.page_half(word))
-                nth = tl.where(leads, page - first_page, 0)
+                nth = tl.where(counts != 0, page - first_page, 0)
                 gone = tl.gather(gone.to(tl.int32), tl.minimum(nth, width(near) - 1), 0)
-                leads = leads & ((gone == 0) | (nth >= width(near)))
-            change = counts.to(tl.int64)
-            ptr = layout.page_word_ptr(heap, page)
-            now = tl.atomic_add(ptr, -change, mask=leads, sem="relaxed") - change
-            leave_account(heap, page, now, counts, leads)
+                counts = tl.where((gone == 0) | (nth >= width(near)), counts, 0)
+            leave_account(heap, page, counts)
     else:
         # For each lane: those that are together spoke for all whose word it was.
         shared = (page << 6) + (granule & 63)

@@ -270,7 +270,8 @@ def place_page(word, second):
 
 @triton.jit
 def page_word_ptr(heap, page):
-    return load_records(heap) + page.to(tl.int64) * RECORD_WORDS + PAGE_WORD
+    # (In 32 bits: the records of 512 GiB have 2 ** 23 * 68 words.)
+    return load_records(heap) + (page * RECORD_WORDS).to(tl.int64) + PAGE_WORD
 
 
 @triton.jit

@@ -103,19 +103,28 @@ def retire_run(heap, page, word, owner: tl.constexpr):
 
 
 @triton.jit
-def leave_account(heap, page, now, counts, speaks, runs: tl.constexpr = True):
-    """What follows after ``counts`` left the accounts of pages, which left their words ``now``.
-    Without ``runs`` all pages are slabs."""
+def leave_account(heap, page, counts, runs: tl.constexpr = True):
+    """Take ``counts`` out of the accounts of pages, one for each lane; 0: nothing. Without ``runs``
+    all pages are slabs."""
+    change = counts.to(tl.int64)
+    ptr = layout.page_word_ptr(heap, page)
+    now = tl.atomic_add(ptr, -change, mask=counts != 0, sem="relaxed") - change
+    settle(heap, page, now, counts, runs)
+
+
+@triton.jit
+def settle(heap, page, now, counts, runs: tl.constexpr = True):
+    """What follows after ``counts`` left the accounts of pages, which left their words ``now``."""
     out = layout.page_out(now)
     below = layout.page_half(now) - out
     halved = (below >= 0) & (below < counts)
     # (Mostly nothing follows, and every free waits until that is known.)
-    if any_lane(speaks & (halved | (out == 0))):
+    if any_lane(halved | ((out == 0) & (counts != 0))):
         # (What was added to a page that is free, and taken back, leaves nothing to do.)
         crossed = halved & (out != 0) & ((now & (KEPT + SLAB + SPANNED)) == SLAB)
         row = layout.class_word(heap, layout.page_class(now), page >> 6)
-        tl.atomic_or(row, layout.bit_of(page), mask=speaks & crossed, sem="relaxed")
-        empty = speaks & (out == 0)
+        tl.atomic_or(row, layout.bit_of(page), mask=crossed, sem="relaxed")
+        empty = (counts != 0) & (out == 0)
         if any_lane(empty):
             idle = empty & ((now & (KEPT + SLAB)) == SLAB)
             retire(heap, page, now, idle, halved == 0)
@@ -129,8 +138,8 @@ def leave_account(heap, page, now, counts, speaks, runs: tl.constexpr = True):
 
 @triton.jit(noinline=True)
 def leave_one(heap, page, now):
-    """:func:`leave_account` after one left the account of ``page``, ``now`` its word. Returns 0."""
-    leave_account(heap, page, now, page * 0 + 1, page >= 0)
+    """:func:`settle` after one left the account of ``page``, ``now`` its word. Returns 0."""
+    settle(heap, page, now, page * 0 + 1)
     return page * 0
 
 
@@ -178,10 +187,7 @@ def pass_over(heap, cls, page, place, counts, lanes):
     there = lanes & (page >= 0)
     if any_lane(there):
         stop_keeping(heap, page, there)
-        ptr = layout.page_word_ptr(heap, tl.where(there, page, 0))
-        change = counts.to(tl.int64)
-        now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
-        leave_account(heap, tl.where(there, page, 0), now, counts, there)
+        leave_account(heap, tl.where(there, page, 0), tl.where(there, counts, 0))
 
 
 @triton.jit

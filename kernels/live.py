@@ -26,7 +26,7 @@ STRIDE = tl.constexpr(23)
 @triton.jit
 def live_bit(records, page, granule):
     """``(ptr, bit)``: the word and bit of the live bit of ``granule`` of ``page`` (int32)."""
-    ptr = records + page.to(tl.int64) * RECORD_WORDS + (granule & 63)
+    ptr = records + (page * RECORD_WORDS + (granule & 63)).to(tl.int64)
     return ptr, (granule & 0).to(tl.int64) + 1 << (granule >> 6).to(tl.int64)
 
 

@@ -25,10 +25,7 @@ def release_spans(heap, span, there):
     fence(heap + ERRORS, "acq_rel")
     page = tl.where(there, span & PAGE_MASK, 0).to(tl.int32)
     counts = tl.where(there, layout.span_count(span), 0)
-    change = counts.to(tl.int64)
-    ptr = layout.page_word_ptr(heap, page)
-    now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
-    leave_account(heap, page, now, counts, there, runs=False)
+    leave_account(heap, page, counts, runs=False)
 
 
 @triton.jit(noinline=True)
@@ -88,8 +85,8 @@ def take_spans(heap, ptr, cls, counts, wants):
 def put_lanes(heap, last, page, granule, word, active):
     """Put the slots of a block's lanes into the magazines of these lanes. ``last``: the last
     magazine; ``word``: the words of the pages, if the block has up to GROUP lanes. Returns
-    ``(page, counts, leaves)``: what leaves the accounts of pages in their place, which is what was
-    in there; and runs."""
+    ``(page, counts)``: what leaves the accounts of pages in their place, which is what was in
+    there; and runs."""
     if width(page) > GROUP:
         word = atomic_load(layout.page_word_ptr(heap, page), active)
     slots = active & ((word & SLAB) != 0)
@@ -101,4 +98,4 @@ def put_lanes(heap, last, page, granule, word, active):
         # (As in `release_spans`.)
         fence(heap + ERRORS, "acq_rel")
     page = tl.where(slots, (old & PAGE_MASK).to(tl.int32), page)
-    return page, tl.where(slots, layout.span_count(old), 1), active & ((slots == 0) | (old != 0))
+    return page, tl.where(slots, layout.span_count(old), active.to(tl.int32))

@@ -120,14 +120,13 @@ MUTANTS = {
     ),
     "a second free is accepted": (
         "double-frees",
-        Patch("freeing.py", "wrong = tl.where(speaks, (old & bit) ^ bit, 0)",
-              "wrong = tl.where(speaks, (old & bit) ^ bit, 0) & 0"),
+        Patch("freeing.py", "wrong = (old & bit) ^ bit", "wrong = ((old & bit) ^ bit) & 0"),
         "audit|double frees",
     ),
     "slots that were freed stay in the account": (
         "small",
-        Patch("freeing.py", "        change = counts.to(tl.int64)\n",
-              "        change = counts.to(tl.int64) * 0\n"),
+        Patch("freeing.py", "leave_account(heap, page, counts)",
+              "leave_account(heap, page, counts * 0)"),
         "audit: H",
     ),
 }  # fmt: skip

@@ -97,7 +97,7 @@ def put_nothing(heap, last, cls, span, word, puts):
 @triton.jit
 def put_no_lanes(heap, last, page, granule, word, active):
     """``put_lanes`` without magazines."""
-    return page, page * 0 + 1, active
+    return page, active.to(tl.int32)
 
 
 @triton.jit

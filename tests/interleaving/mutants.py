@@ -44,7 +44,7 @@ PUT_EARLY = """\
 
 LEFT = """\
     page = tl.where(slots, (old & PAGE_MASK).to(tl.int32), page)
-    return page, tl.where(slots, layout.span_count(old), 1), active & ((slots == 0) | (old != 0))
+    return page, tl.where(slots, layout.span_count(old), active.to(tl.int32))
 """
 
 ALL = (
@@ -93,14 +93,10 @@ ALL = (
         file="lines.py",
         old="""\
         stop_keeping(heap, page, there)
-        ptr = layout.page_word_ptr(heap, tl.where(there, page, 0))
-        change = counts.to(tl.int64)
-        now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
+        leave_account(heap, tl.where(there, page, 0), tl.where(there, counts, 0))
 """,
         new="""\
-        ptr = layout.page_word_ptr(heap, tl.where(there, page, 0))
-        change = counts.to(tl.int64)
-        now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change
+        leave_account(heap, tl.where(there, page, 0), tl.where(there, counts, 0))
         stop_keeping(heap, page, there)
 """,
         breaks="a page stops being kept after its last slot was freed: no program retires it",
@@ -133,8 +129,8 @@ ALL = (
     Mutant(
         name="promise_is_not_undone",
         file="lines.py",
-        old='now = tl.atomic_add(ptr, -change, mask=there, sem="relaxed") - change',
-        new='now = tl.atomic_add(ptr, -change * 0, mask=there, sem="relaxed")',
+        old="leave_account(heap, tl.where(there, page, 0), tl.where(there, counts, 0))",
+        new="leave_account(heap, page & 0, counts * 0)",
         breaks="slots that no program has are out for good",
         scenario="last_slot",
     ),
@@ -220,8 +216,8 @@ ALL = (
     Mutant(
         name="lanes_put_over_another",
         file="magazines.py",
-        old="active & ((slots == 0) | (old != 0))",
-        new="active & (slots == 0)",
+        old="tl.where(slots, layout.span_count(old), active.to(tl.int32))",
+        new="(active & (slots == 0)).to(tl.int32)",
         breaks="the slots that were in the magazines of lanes are out for good",
         scenario="magazine_of_two_classes",
     ),
@@ -269,15 +265,15 @@ ALL = (
         name="lanes_pay_twice",
         file="magazines.py",
         old=LEFT,
-        new="    return page, page * 0 + 1, active\n",
+        new="    return page, active.to(tl.int32)\n",
         breaks="a slot in the magazine of a lane is counted as free in its page as well",
         scenario="magazine_of_two_classes",
     ),
     Mutant(
         name="block_pays_for_one",
         file="freeing.py",
-        old="counts = further + 1",
-        new="counts = further * 0 + 1",
+        old="counts = tl.where(active & (before == 0), further + 1, 0)",
+        new="counts = tl.where(active & (before == 0), 1, 0)",
         breaks="of slots that lanes freed into one page, one is free in its account",
         scenario="block_across_pages",
     ),

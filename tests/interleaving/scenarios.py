@@ -60,7 +60,7 @@ def mostly(schedules: int, preemptions: int | None = 1, bound: int = 0) -> Plan:
 def late(first: Turn, second: Turn) -> Plan:
     """Program 0 has a ticket of a page, and comes to it when program 1 has taken its first turn. It
     takes back what it added to the page after the second."""
-    return directed(Turn(0, "promise"), first, Turn(0, "pass_over", 3), second, Turn(0), Turn(1))
+    return directed(Turn(0, "promise"), first, Turn(0, "leave_account"), second, Turn(0), Turn(1))
 
 
 ALL = (
@@ -331,7 +331,7 @@ ALL = (
             *directed(
                 Turn(1, "promise"),
                 Turn(0, "run_script", 4),
-                Turn(1, "pass_over", 3),
+                Turn(1, "leave_account"),
                 Turn(0, "run_script"),
                 Turn(1),
                 Turn(0),
@@ -678,7 +678,7 @@ ALL = (
             *directed(
                 Turn(0, "promise"),
                 Turn(1, "retire_run"),
-                Turn(0, "pass_over", 3),
+                Turn(0, "leave_account"),
                 Turn(1, "leave_slots"),
                 Turn(0),
                 Turn(1),
