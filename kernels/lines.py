@@ -24,7 +24,7 @@ from .atomics import atomic_cas, atomic_load, fence, load_beside
 from .bits import divide, lsr, mix, next_bit
 from .lanes import any_lane, first_lane, is_block, lane_index, pick, rank_of
 from .lanes import width as width_of
-from .layout import ERRORS, KEPT, OPENED, OUT_MASK, PLACE_MASK, REACHED, RUN, SLAB, SPANNED
+from .layout import ERRORS, KEPT, OPENED, PLACE_MASK, REACHED, RUN, SLAB, SPANNED
 from .pages import find_pages, give_pages, give_run, move_hint, spread, try_pages
 
 LOOKS = tl.constexpr(8)  # how many pages of the row of its class an opener tries
@@ -120,16 +120,16 @@ def settle(heap, page, now, counts, runs: tl.constexpr = True):
     halved = (below >= 0) & (below < counts)
     # (Mostly nothing follows, and every free waits until that is known.)
     if any_lane(halved | ((out == 0) & (counts != 0))):
-        # (What was added to a page that is free, and taken back, leaves nothing to do.)
         crossed = halved & (out != 0) & ((now & (KEPT + SLAB + SPANNED)) == SLAB)
         row = layout.class_word(heap, layout.page_class(now), page >> 6)
         tl.atomic_or(row, layout.bit_of(page), mask=crossed, sem="relaxed")
         empty = (counts != 0) & (out == 0)
-        if any_lane(empty):
-            idle = empty & ((now & (KEPT + SLAB)) == SLAB)
+        idle = empty & ((now & (KEPT + SLAB)) == SLAB)
+        ends = empty & ((now & RUN) != 0)
+        # (What was added to a page that is free, and taken back, leaves nothing to do.)
+        if any_lane(idle | ends):
             retire(heap, page, now, idle, halved == 0)
             if runs:
-                ends = empty & ((now & RUN) != 0)
                 at = first_lane(ends)
                 while at < width_of(ends):
                     retire_run(heap, pick(page, at), pick(now, at), owner=False)
