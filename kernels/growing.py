@@ -28,9 +28,10 @@ from .atomics import load_one
 from .layout import ANSWERS, BELL, PAGE_LOG2, load_chunks, load_immutable
 from .target import assembly, has_ptx, is_interpreted, let_host_run
 
-# How often to look at ANSWERS: for about a tenth of a second on an H100, and two when interpreted.
-# The bell is rung before every 128th look.
-WAITS = tl.constexpr(1 << 17)
+# How often to look at ANSWERS: for about a second on an H100, and two when interpreted. (The host
+# answers within milliseconds, but its thread may be kept from running.) The bell is rung before
+# every 128th look.
+WAITS = tl.constexpr(1 << 20)
 WAITS_INTERPRETED = tl.constexpr(1 << 11)
 RINGS = tl.constexpr(128)
 

@@ -118,15 +118,15 @@ def settle(heap, page, now, counts, runs: tl.constexpr = True):
     out = layout.page_out(now)
     below = layout.page_half(now) - out
     halved = (below >= 0) & (below < counts)
+    empty = (out == 0) & (counts != 0)
     # (Mostly nothing follows, and every free waits until that is known.)
-    if any_lane(halved | ((out == 0) & (counts != 0))):
+    if any_lane(halved | empty):
         crossed = halved & (out != 0) & ((now & (KEPT + SLAB + SPANNED)) == SLAB)
         row = layout.class_word(heap, layout.page_class(now), page >> 6)
         tl.atomic_or(row, layout.bit_of(page), mask=crossed, sem="relaxed")
-        empty = (counts != 0) & (out == 0)
+        # (What was added to a page that is free, and taken back, leaves nothing to do.)
         idle = empty & ((now & (KEPT + SLAB)) == SLAB)
         ends = empty & ((now & RUN) != 0)
-        # (What was added to a page that is free, and taken back, leaves nothing to do.)
         if any_lane(idle | ends):
             retire(heap, page, now, idle, halved == 0)
             if runs:

@@ -101,9 +101,8 @@ class Heap(JaggedMethods, Owner):
         Needs a source that maps memory later: ``"virtual"``, the default with a limit.
     grow : str, optional
         ``"auto"``: a thread of the host grows the heap when a malloc finds nothing, which waits for
-        it up to a tenth of a second. It doubles the heap, or adds 32 MiB or what is asked for if
-        that is more. The default limit is then the memory of the device. See
-        docs/guide/growing.md.
+        it up to a second. It doubles the heap, or adds 32 MiB or what is asked for if that is more.
+        The default limit is then the memory of the device. See docs/guide/growing.md.
 
     Raises
     ------
