@@ -28,7 +28,7 @@ from .atomics import load_one
 from .layout import ANSWERS, BELL, PAGE_LOG2, load_chunks, load_immutable
 from .target import assembly, has_ptx, is_interpreted, let_host_run
 
-# How often to look at ANSWERS: for about a second on an H100, and two when interpreted. (The host
+# How often to look at ANSWERS: for 0.3 s on an H200, and about two when interpreted. (The host
 # answers within milliseconds, but its thread may be kept from running.) The bell is rung before
 # every 128th look.
 WAITS = tl.constexpr(1 << 20)

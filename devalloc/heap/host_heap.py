@@ -101,8 +101,9 @@ class Heap(JaggedMethods, Owner):
         Needs a source that maps memory later: ``"virtual"``, the default with a limit.
     grow : str, optional
         ``"auto"``: a thread of the host grows the heap when a malloc finds nothing, which waits for
-        it up to a second. It doubles the heap, or adds 32 MiB or what is asked for if that is more.
-        The default limit is then the memory of the device. See docs/guide/growing.md.
+        it for 0.3 s at most. It doubles the heap, or adds 32 MiB or what is asked for if that is
+        more. The default limit is then the memory of the device. See docs/guide/growing.md, also
+        for what keeps the host from answering: a ``.cpu()`` behind the kernel, for instance.
 
     Raises
     ------
@@ -242,8 +243,8 @@ class Heap(JaggedMethods, Owner):
 
         Notes
         -----
-        Waits for a stream of its own, with small copies, and not for the device. May be called
-        from any thread.
+        Waits for a stream of its own, with small copies, and not for the device, unless CUDA holds
+        these up: see docs/guide/growing.md. May be called from any thread.
         """
         # (Before: another thread may close the heap.)
         growth = self._growth
@@ -423,7 +424,11 @@ class Heap(JaggedMethods, Owner):
             return "make the heap larger or free sooner"
         if self._bell is None:
             return f"grow the heap, whose limit is {format_size(self.limit)}, or free sooner"
-        return "the device had no more memory for the heap to grow, or the host was too slow"
+        return (
+            "the device had no more memory for the heap to grow, or the host could not answer in "
+            "time: it cannot while .cpu() or .tolist() waits for the kernel, so call "
+            "torch.cuda.synchronize() first"
+        )
 
     def faults(self) -> list[Fault]:
         """The errors that kernels have recorded since the last `check`.
