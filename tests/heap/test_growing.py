@@ -71,6 +71,8 @@ def scarce(left: int) -> tuple[ScarcePages, VirtualSource]:
 
 
 def synchronise() -> None:
+    """Wait for the device: while a kernel waits for the host, PyTorch's first launch of another
+    kernel, or a copy to the host, would hold up the thread that grows the heap."""
     if ON_GPU:
         torch.cuda.synchronize()
 
@@ -251,7 +253,7 @@ def test_a_kernel_gets_memory_that_is_mapped_while_it_runs(heap: Heap) -> None:
     grown.start()
     # (On a GPU half a minute, far more than it takes: other tests run beside this one.)
     insist_kernel[(1,)](heap.handle, out, 6 * MIB, 20_000_000 if ON_GPU else 2000)
-    synchronise()  # (A copy to the host would hold up the other thread's copies to the device.)
+    synchronise()
     grown.join()
     address, asked = out.tolist()
     assert address != 0
@@ -387,6 +389,7 @@ def test_growing_that_fails_changes_nothing() -> None:
 def test_a_heap_grows_by_itself() -> None:
     with Heap("1MiB", limit="128MiB", grow="auto") as heap:
         first = heap.malloc([MIB] * 7)
+        synchronise()
         assert (first != 0).all()
         assert heap.capacity == CHUNK + watcher.LEAST_BYTES
         large = heap.malloc([40 * MIB])
@@ -417,7 +420,9 @@ def test_a_heap_grows_by_itself() -> None:
 
 def test_small_blocks_let_a_heap_grow() -> None:
     with Heap("1MiB", limit="64MiB", grow="auto") as heap:
-        addrs = torch.cat([heap.malloc([30_000] * 48) for _ in range(4)])
+        parts = [heap.malloc([30_000] * 48) for _ in range(4)]
+        synchronise()
+        addrs = torch.cat(parts)
         assert (addrs != 0).all()
         assert len(set(addrs.tolist())) == len(addrs)
         assert heap.capacity == CHUNK + watcher.LEAST_BYTES
