@@ -1,9 +1,10 @@
-"""What the tests of the heap share: launching, patterns, and what must hold of live blocks."""
+"""What the tests of the heap share: launching, waiting, patterns, what must hold of live blocks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,6 +27,14 @@ EDGE_SIZES = sorted(
 
 # Blocks of a program and words at a time. The interpreter takes as long for many words as for few.
 FILL = {"BLOCK": 64, "STEP": 128} if ON_GPU else {"BLOCK": 16, "STEP": 1024}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for another thread, ten seconds at most."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)
 
 
 def int64(values: Sequence[int] | torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 Data, state and the table of a debug heap are reservations. To grow, memory is mapped behind the
 next records and chunks, and then words are copied that no kernel writes: see kernels/growing.py.
 Copies need no program to run, so a heap also grows while programs that wait for it fill the device.
-(What maps memory waits for nothing. Copies do if CUDA starts none: see docs/guide/growing.md.)
+(What maps memory waits for nothing. Copies may, in CUDA: see docs/guide/growing.md.)
 Chunks that were given back are filled first.
 
 The unit is a chunk of 4 MiB. A larger step is mapped in pieces of a quarter of it, because a piece

@@ -26,6 +26,7 @@ from devalloc.sources.cuda_pages import CudaPages
 from devalloc.sources.handles import HandlePool
 from devalloc.sources.virtual_calls import HostPages
 from tests.sources.doubles import FakeDriver, fake_driver
+from tests.support import until
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda", 0)
@@ -45,14 +46,6 @@ def source(fake: FakeDriver) -> VirtualSource:
     made = VirtualSource(DEVICE, CudaPages(DEVICE))
     fake.calls.clear()
     return made
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for the thread in the background, ten seconds at most."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # The driver's calls -------------------------------------------------------------------------------
